@@ -1,0 +1,58 @@
+"""Runs as people meet them: training that ends in a report, evaluation that leaves one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vitlab import report
+from vitlab.data import sources
+from vitlab.evaluation import scoring
+from vitlab.evaluation.scoring import Scores
+from vitlab.training import run
+from vitlab.training.config import TrainConfig
+from vitlab.weights.bundle import Bundle, write_text
+
+
+def train(source: run.Data, config: TrainConfig) -> Bundle:
+    """Train as `config` says; the folder `config.out` becomes a run, `report.html` included.
+
+    Args:
+        source: a spec, a source, sources by split (train, val), or (images, labels).
+        config: see `TrainConfig`. An unfinished run in `config.out` is resumed, a finished one
+            is returned as it is.
+
+    Raises ValueError for options or data that do not fit, before anything is written.
+    """
+    return run.train(source, config, write_report)
+
+
+def evaluate_into(bundle: Bundle, spec: str, split: str | None, out: Path, **how: Any) -> Scores:
+    """Score as `vitlab.evaluate` does, leaving report.html and metrics.json in a folder.
+
+    In a run's own folder the report keeps the curves and the configuration.
+    """
+    source = sources.match_classes(scoring.choose(spec, split, bundle.card), bundle.classes)
+    scores = scoring.score(bundle.model, bundle.preprocess, source, **how)
+    out.mkdir(parents=True, exist_ok=True)
+    write_report(out, source, scores, dict(scores.skipped))
+    write_text(out / "metrics.json", json.dumps(scores.metrics.summary(), indent=2) + "\n")
+    return scores
+
+
+def write_report(
+    out: Path, source: sources.Source, scores: Scores, skipped: dict[str, str]
+) -> None:
+    """report.html, from scores and what the folder holds of a run."""
+    history, record = out / "metrics.jsonl", out / "run.yaml"
+    lines = history.read_text(encoding="utf-8").splitlines() if history.exists() else []
+    report.write(
+        out / "report.html",
+        title=out.resolve().name,
+        metrics=scores.metrics,
+        history=[json.loads(line) for line in lines],
+        settings=yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else {},
+        mistakes=report.mistakes(source, scores),
+        skipped=sorted(skipped.items()),
+    )

@@ -1,0 +1,179 @@
+"""What a training run is asked to do: one flat dataclass, from flags, a dict or YAML.
+
+Imports no torch, so that a mistyped flag is answered at once.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "hour": 3600, "hours": 3600}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Options of a training run. None means: chosen automatically, and printed."""
+
+    model: str | None = None  # name of the model, see `vitlab models`
+    from_: Annotated[str | None, tyro.conf.arg(name="from")] = None  # bundle to start from
+    out: str | None = None  # folder of the run; the same command resumes it
+
+    # the model, where it differs from its name's
+    size: tuple[int, ...] | None = None  # image size H W in pixels, or one number
+    patch: int | None = None  # P, patch size in pixels
+    width: int | None = None  # D
+    depth: int | None = None  # L
+    heads: int | None = None  # k
+    mlp_width: int | None = None  # hidden size of the MLP
+    pool: Literal["token", "mean"] | None = None  # representation: class token or patch mean
+    dropout: float | None = None  # after E_pos and dense layers
+    drop_path: float | None = None  # stochastic depth of the last block
+
+    # how long: at most one of these (default: 30 epochs, 10 when starting from a bundle)
+    epochs: float | None = None  # passes over the training part
+    steps: int | None = None  # optimizer steps
+    images: int | None = None  # pictures seen
+    budget: str | None = None  # time, as 90s, 3min or 2h: steps are planned from measured speed
+
+    # optimisation
+    batch: int = 64  # pictures a step
+    accumulate: int = 1  # parts a batch is cut into, to save memory; the result is the same
+    optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd has momentum 0.9
+    lr: float | None = None  # peak rate (adamw 1e-3, sgd 0.03; a tenth of it with --from)
+    schedule: Literal["cosine", "linear"] = "cosine"  # decay after the warm-up
+    lr_end: float = 0.0  # rate at the end of the decay
+    warmup: float = 0.05  # steps of linear warm-up; below 1: share of all steps
+    weight_decay: float = 0.05  # decoupled, on weight matrices only
+    clip: float = 1.0  # largest global norm of the gradient; 0: no clipping
+    ema: float = 0.0  # decay of the moving average of the weights; 0: none
+    label_smoothing: float = 0.1  # share of each target spread over all classes
+    select: Literal["last", "top1", "loss"] = "last"  # weights kept: last, or best on validation
+
+    # augmentation
+    crop: tuple[float, float] | None = (0.35, 1.0)  # area of the random resized crop; none: whole
+    flip: bool = True  # mirror half of the pictures
+    randaugment: tuple[int, int] | None = None  # operations a picture, magnitude 0 to 30
+    erase: float = 0.0  # probability of random erasing
+    mixup: float = 0.0  # Beta parameter; 0: off
+    cutmix: float = 0.0  # Beta parameter; 0: off
+
+    # data
+    held_out: float = 0.1  # share of train held out for validation where there is no val
+    strict: bool = False  # end the run at the first unreadable file instead of skipping it
+
+    # machine
+    device: str | None = None  # cuda, mps or cpu
+    precision: Literal["float32", "bf16"] | None = None  # arithmetic of the forward pass
+    compile: bool = False  # torch.compile; needs a C++ compiler, gives up bit-exact resuming
+    threads: int | None = None  # CPU threads of this process
+    workers: int | None = None  # processes that decode; they do not change the result
+    seed: int = 0  # of initial weights, order, augmentation and dropout
+    save_every: str = "5min"  # time between checkpoints
+    overwrite: bool = False  # start anew where a run exists
+
+    def __post_init__(self) -> None:
+        lengths = [
+            n for n in ("epochs", "steps", "images", "budget") if getattr(self, n) is not None
+        ]
+        if len(lengths) > 1:
+            raise ValueError(f"give only one of {' and '.join('--' + n for n in lengths)}")
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                bound = f"at least {low:g}" if high == _MAX else f"between {low:g} and {high:g}"
+                raise ValueError(f"--{name.replace('_', '-')} must be {bound}, not {value:g}")
+        if self.size is not None and len(self.size) not in (1, 2):
+            raise ValueError(f"--size takes one number or two (H W), not {len(self.size)}")
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"--batch {self.batch} is not divisible by --accumulate {self.accumulate}"
+            )
+        if self.crop is not None and not 0 < self.crop[0] <= self.crop[1] <= 1:
+            raise ValueError(f"--crop must be two shares of the area, rising, not {self.crop}")
+        if self.budget is not None:
+            seconds(self.budget)
+        seconds(self.save_every)
+
+
+_MAX = float("inf")
+_RANGES = [  # field, least, most
+    ("epochs", 1e-9, _MAX), ("steps", 1, _MAX), ("images", 1, _MAX), ("batch", 1, _MAX),
+    ("accumulate", 1, _MAX), ("lr", 0, _MAX), ("lr_end", 0, _MAX), ("warmup", 0, _MAX),
+    ("weight_decay", 0, _MAX), ("clip", 0, _MAX), ("ema", 0, 1), ("label_smoothing", 0, 1),
+    ("erase", 0, 1), ("mixup", 0, _MAX), ("cutmix", 0, _MAX), ("held_out", 0, 0.9),
+    ("threads", 1, _MAX), ("workers", 0, 256), ("seed", 0, 2**63 - 1),
+]  # fmt: skip
+
+
+def seconds(text: str) -> float:
+    """`90s`, `3min`, `1.5h`, `90` -> seconds. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    unit = UNITS.get(match[2] or "s") if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is no length of time: write 90s, 3min or 2h")
+    return float(match[1]) * unit
+
+
+def from_dict(values: Mapping[str, Any], where: str = "configuration") -> TrainConfig:
+    """A configuration from plain values, as YAML gives them.
+
+    Unknown keys are refused with the nearest known one; numbers written as text (YAML reads
+    `1e-4` as a string) are converted, anything else of a wrong type is refused.
+    """
+    hints = get_type_hints(TrainConfig)
+    known = {f.name.rstrip("_"): f.name for f in fields(TrainConfig)}
+    converted = {}
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0)[0]
+            raise ValueError(f"{where}: unknown key {key!r}: did you mean {near}?")
+        try:
+            converted[known[key]] = _convert(value, hints[known[key]])
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"{where}: {key}: {e}") from None
+    return TrainConfig(**converted)
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Plain values for YAML; the inverse of `from_dict`."""
+    values = {f.name.rstrip("_"): getattr(config, f.name) for f in fields(config)}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """A plain value as the type of its field."""
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if value is None:
+        if NoneType in options:
+            return None
+        raise ValueError("needs a value")
+    kind = next(o for o in options if o is not NoneType)
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"must be one of {', '.join(get_args(kind))}, not {value!r}")
+        return value
+    if get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        expected = [a for a in get_args(kind) if a is not ...]
+        if ... not in get_args(kind) and len(parts) != len(expected):
+            raise ValueError(f"needs {len(expected)} values, not {value!r}")
+        return tuple(_convert(v, item) for v in parts)
+    if kind is bool or isinstance(value, bool):
+        if kind is bool and isinstance(value, bool):
+            return value
+        raise ValueError(f"expected {kind.__name__}, not {value!r}")
+    if kind is str and not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"expected text, not {value!r}")
+    if kind is int and isinstance(value, float) and value != int(value):
+        raise ValueError(f"expected a whole number, not {value!r}")
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected {kind.__name__}, not {value!r}") from None

@@ -1,0 +1,61 @@
+"""What the machine offers, and the automatic choices that follow from it.
+
+Torch is imported inside: `cores` is needed to set threads up before torch loads.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def cores() -> int:
+    """Cores this process may use: affinity and cgroup quota, shared among local processes."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        count = os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        limit, _, period = quota.read_text().strip().partition(" ")
+        if limit.isdigit():
+            count = min(count, max(1, int(limit) // int(period)))
+    return max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def device(asked: str | None) -> torch.device:
+    """cuda, then mps, then cpu; ValueError for one that is not there."""
+    import torch
+
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if asked is None:
+        return torch.device(next(name for name, is_there in there.items() if is_there))
+    kind = asked.partition(":")[0]
+    if kind not in there:
+        raise ValueError(f"--device {asked}: must be cuda, mps or cpu")
+    if not there[kind]:
+        raise ValueError(f"--device {asked}: this machine or this torch has no {kind}")
+    return torch.device(asked)
+
+
+def precision(asked: str | None, where: torch.device, width: int) -> str:
+    """bf16 on a GPU, or on a CPU that computes it natively when the model is wide enough.
+
+    Measured: bf16 is 3 to 4 times faster for ViT-B on such CPUs, slower below width 200.
+    """
+    import torch
+
+    if asked is not None:
+        return asked
+    if where.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported() else "float32"
+    native = torch.cpu._is_avx512_bf16_supported() if where.type == "cpu" else False
+    return "bf16" if native and width >= 256 else "float32"
