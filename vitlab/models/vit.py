@@ -8,19 +8,15 @@ print (epsilons, the form of GELU, initialisers) follows google-research/vision_
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitlab.models import positions
-
-
-def pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    """(h, w) from one number or two."""
-    h, w = (value, value) if isinstance(value, int) else value
-    return int(h), int(w)
+from vitlab.models.basics import check_images, lecun_normal_, pair, zero_
+from vitlab.models.resnet import Stem, StemConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +24,7 @@ class ViTConfig:
     """Everything that shapes a Vision Transformer. Table 1 of the paper gives the usual sizes."""
 
     image: tuple[int, int] = (224, 224)  # (H, W) in pixels; one number means a square
-    patch: tuple[int, int] = (16, 16)  # (P, P) in pixels; one number means a square
+    patch: tuple[int, int] = (16, 16)  # (P, P) in pixels, of a hybrid in cells of its feature map
     width: int = 768  # D, the latent size
     depth: int = 12  # L, the number of blocks
     heads: int = 12  # k, attention heads; each is D / k wide
@@ -45,21 +41,26 @@ class ViTConfig:
     drop_path: float = 0.0  # stochastic depth of the last block, falling linearly to 0 at the first
     activation: Literal["gelu_tanh", "gelu"] = "gelu_tanh"  # the originals use the tanh form
     norm_eps: float = 1e-6  # epsilon of every LayerNorm
+    stem: StemConfig | None = None  # the ResNet of a hybrid; patches are cut from its feature map
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image", pair(self.image))
         object.__setattr__(self, "patch", pair(self.patch))
+        if isinstance(self.stem, dict):  # read from JSON
+            object.__setattr__(self, "stem", StemConfig(**self.stem))
         for name in ("width", "depth", "heads", "mlp_width", "classes", "head_hidden", "registers"):
             least = 0 if name in ("classes", "head_hidden", "registers") else 1
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        for side, image, patch in zip(("height", "width"), self.image, self.patch, strict=True):
-            if patch < 1 or image < patch:
-                raise ValueError(f"a patch of {patch} does not fit an image {side} of {image}")
-            if image % patch:
+        of = f" x stride {self.stem.stride} of the stem" if self.stem else ""
+        for i, side in enumerate(("height", "width")):
+            image, patch, step = self.image[i], self.patch[i], self.footprint[i]
+            if patch < 1 or image < step:
+                raise ValueError(f"a patch of {patch}{of} does not fit an image {side} of {image}")
+            if image % step:
                 raise ValueError(
-                    f"image {side} {image} is not a multiple of patch {patch}"
-                    f" (nearest: {_nearest(image, patch)})"
+                    f"image {side} {image} is not a multiple of patch {patch}{of}"
+                    f" (nearest: {_nearest(image, step)})"
                 )
         if self.width % self.heads:
             raise ValueError(
@@ -82,9 +83,15 @@ class ViTConfig:
             raise ValueError("pool token needs class_token")
 
     @property
+    def footprint(self) -> tuple[int, int]:
+        """Pixels (h, w) behind one patch: the patch, times the stride of a hybrid's stem."""
+        stride = self.stem.stride if self.stem else 1
+        return self.patch[0] * stride, self.patch[1] * stride
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Patches (h, w) of an image."""
-        return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
+        return self.image[0] // self.footprint[0], self.image[1] // self.footprint[1]
 
     @property
     def prefix(self) -> int:
@@ -100,15 +107,6 @@ class ViTConfig:
 def _nearest(value: int, step: int) -> str:
     below = value // step * step
     return f"{below} or {below + step}" if below else f"{step}"
-
-
-def macs(config: ViTConfig) -> int:
-    """Multiply-accumulates of one forward pass over one image, heads included."""
-    c, patches = config, math.prod(config.grid)
-    tokens = patches + c.prefix
-    block = tokens * c.width * (4 * c.width + 2 * tokens + 2 * c.mlp_width)
-    head = c.width * c.head_hidden + (c.head_hidden or c.width) * c.classes
-    return patches * 3 * math.prod(c.patch) * c.width + c.depth * block + head
 
 
 class Attention(nn.Module):
@@ -168,8 +166,8 @@ class Block(nn.Module):
         self.drop_path = drop_path
         self.scale1 = self.scale2 = None  # LayerScale (arXiv 2103.17239)
         if config.layer_scale:
-            self.scale1 = nn.Parameter(torch.full((config.width,), config.layer_scale))
-            self.scale2 = nn.Parameter(torch.full((config.width,), config.layer_scale))
+            self.scale1 = nn.Parameter(torch.full((config.width,), float(config.layer_scale)))
+            self.scale2 = nn.Parameter(torch.full((config.width,), float(config.layer_scale)))
 
     def forward(self, z: Tensor) -> Tensor:
         z = z + self.branch(self.dropout(self.attention(self.norm1(z))), self.scale1)
@@ -195,7 +193,9 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         c, d = config, config.width
-        self.patch = lecun_normal_(nn.Conv2d(3, d, kernel_size=c.patch, stride=c.patch))  # E
+        self.stem = Stem(c.stem) if c.stem else None
+        channels = c.stem.channels if c.stem else 3
+        self.patch = lecun_normal_(nn.Conv2d(channels, d, c.patch, stride=c.patch))  # E
         self.class_token = nn.Parameter(torch.zeros(1, 1, d)) if c.class_token else None
         registers = torch.empty(1, c.registers, d).normal_(std=0.02) if c.registers else None
         self.registers = None if registers is None else nn.Parameter(registers)
@@ -228,7 +228,8 @@ class ViT(nn.Module):
     def embed(self, images: Tensor) -> Tensor:
         """Equation 1: z_0 = [x_class; x_p^1 E; ...; x_p^N E] + E_pos, [B, N, D]."""
         self.check(images)
-        z = self.patch(images).flatten(2).transpose(1, 2)  # [B, h * w, D], row by row
+        x = images if self.stem is None else self.stem(images)  # a hybrid's map: [B, C, H', W']
+        z = self.patch(x).flatten(2).transpose(1, 2)  # [B, h * w, D], row by row
         z = z + self.positions[:, -z.shape[1] :]
         prefix = []
         if self.class_token is not None:
@@ -236,7 +237,7 @@ class ViT(nn.Module):
             prefix.append(self.class_token + slot)
         if self.registers is not None:
             prefix.append(self.registers)
-        z = torch.cat([*(token.expand(len(z), -1, -1) for token in prefix), z], dim=1)
+        z = torch.cat([*(token.expand(z.shape[0], -1, -1) for token in prefix), z], dim=1)
         return self.dropout(z)
 
     def represent(self, z: Tensor) -> Tensor:
@@ -265,10 +266,8 @@ class ViT(nn.Module):
         return self
 
     def check(self, images: Tensor) -> None:
-        if images.ndim != 4:
-            raise ValueError(f"expected images [B, 3, H, W] of rank 4, got {list(images.shape)}")
-        if images.shape[1] != 3:
-            raise ValueError(f"expected 3 channels, got {images.shape[1]} in {list(images.shape)}")
+        """Raise ValueError for images of another rank, channel count or size."""
+        check_images(images)
         size = (images.shape[2], images.shape[3])
         if size != self.config.image:
             h, w = self.config.image
@@ -276,22 +275,3 @@ class ViT(nn.Module):
                 f"the model takes images of {h} x {w} (H x W), got {size[0]} x {size[1]};"
                 f" model.resize(({size[0]}, {size[1]})) fits it to them"
             )
-
-
-Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
-
-
-def lecun_normal_(layer: Layer) -> Layer:
-    """Fill a layer, in place, as flax does by default: N(0, 1 / fan_in) cut at 2 sigma, bias 0."""
-    std = math.sqrt(1 / layer.weight[0].numel()) / 0.87962566103423978  # of N(0, 1) cut at 2
-    nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
-    return layer
-
-
-def zero_(layer: nn.Linear) -> nn.Linear:
-    """Fill a layer with zeros, in place."""
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
