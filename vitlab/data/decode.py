@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -16,9 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.Image import Transpose
+from PIL.JpegImagePlugin import JpegImageFile
 
 Pixels: TypeAlias = NDArray[np.uint8]
 Source: TypeAlias = str | os.PathLike[str] | bytes | BinaryIO
+Box: TypeAlias = tuple[int, int, int, int]  # left, top, right, bottom
+Region: TypeAlias = Callable[[int, int], Box]  # height and width -> the part that is wanted
 
 MAX_PIXELS = 89_478_485  # Pillow's own default: a quarter of a GiB at 3 bytes a pixel
 
@@ -36,6 +39,7 @@ _UPRIGHT = {  # EXIF orientation -> what turns the picture upright
     2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
     5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90}  # fmt: skip
+_ON_THEIR_SIDE = [_UPRIGHT[tag] for tag in (5, 6, 7, 8)]  # height and width change places
 _PLAIN_WORDS = {  # what a decoder raises -> what a person can use
     r"^MemoryError|out of memory|unable to allocate": "not enough memory to decode it",
     r"size \((\d+) pixels\) exceeds limit of (\d+)": r"too large: \1 pixels, the limit is \2",
@@ -50,13 +54,20 @@ class Unreadable(ValueError):  # noqa: N818  the word that callers and reports u
     """A picture that cannot be used; `str(error)` is one short line why, without the path."""
 
 
-def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Pixels:
+def decode(
+    source: Source, *, max_pixels: int = MAX_PIXELS, region: Region | None = None,
+    least: tuple[int, int] = (1, 1),
+) -> Pixels:  # fmt: skip
     """The picture in a file, in bytes or in a binary stream (read from its start, left open).
 
-    Returns a writable, C-contiguous uint8 array `[h, w, 3]`; `to_rgb` has the rules. Raises
-    FileNotFoundError where the path leads nowhere, else `Unreadable`, also for a header that
-    announces more than `max_pixels`. (Pillow refuses twice its `Image.MAX_IMAGE_PIXELS` in any
-    case, and that alone bounds a picture inside an ICO while it is decoded.)
+    `region` takes the upright height and width, whatever they are, and says which part to return:
+    (left, top, right, bottom). A JPEG is then decoded at 1/2, 1/4 or 1/8, if the part keeps
+    `least` (h, w) pixels; its edges are rounded to the pixels of that scale.
+
+    Returns a writable uint8 array `[h, w, 3]`, C-contiguous if whole; `to_rgb` has the rules.
+    Raises FileNotFoundError where the path leads nowhere, else `Unreadable`, also for a header
+    that announces more than `max_pixels`. (Pillow refuses twice its `Image.MAX_IMAGE_PIXELS` in
+    any case, and that alone bounds a picture inside an ICO while it is decoded.)
     """
     with _refusals(), _file(source) as file:
         try:
@@ -68,9 +79,15 @@ def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Pixels:
                 raise Unreadable("truncated, damaged or of an unsupported kind") from error
             raise Unreadable("not an image" if head else "empty file") from error
         _check_size(image.size, max_pixels)  # from the header, before memory is taken
+        box, scale = _shrink(image, region, least) if region else (None, 1)
         image.load()
         _check_size(image.size, max_pixels)  # some formats learn their true size only now
-        return to_rgb(image)
+        pixels = to_rgb(image)
+        if region is None:
+            return pixels
+        box = box or region(*pixels.shape[:2])
+        left, top, right, bottom = ((edge + scale // 2) // scale for edge in box)
+        return pixels[top:bottom, left:right]
 
 
 def to_rgb(image: Image.Image) -> Pixels:
@@ -89,9 +106,7 @@ def to_rgb(image: Image.Image) -> Pixels:
     with _refusals():
         image.load()
         _check_size(image.size)
-        turn = None
-        with suppress(Exception):  # EXIF breaks in many ways, and the picture is still good
-            turn = _UPRIGHT[image.getexif()[ExifTags.Base.Orientation]]
+        turn = _turn(image)
         image = image if turn is None else image.transpose(turn)
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
             return np.repeat(_gray(image)[:, :, None], 3, axis=2)  # convert() would clip it
@@ -133,8 +148,31 @@ def from_array(array: Any) -> Pixels:
             f"not a picture: {values.dtype} {list(shape)} with values {low}..{high}; it takes "
             "[h, w], [h, w, c] or [c, h, w], c = 1, 3, 4, as integers 0..255, uint16 or floats 0..1"
         )
-    pixels = np.rint(values * np.float64(255 / top)).astype(np.uint8)
-    return to_rgb(Image.fromarray(pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels))
+    if values.dtype != np.uint8:
+        values = np.rint(values * np.float64(255 / top)).astype(np.uint8)
+    values = values.reshape(*values.shape[:2], -1)
+    if values.shape[2] == 4:
+        return to_rgb(Image.fromarray(values))
+    return np.broadcast_to(values, (*values.shape[:2], 3)).copy()
+
+
+def _shrink(image: Image.Image, region: Region, least: tuple[int, int]) -> tuple[Box | None, int]:
+    """Have a JPEG decoded at 1 / scale: the region's box at full size, and the scale."""
+    if not isinstance(image, JpegImageFile):
+        return None, 1
+    w, h = image.size[::-1] if _turn(image) in _ON_THEIR_SIDE else image.size
+    left, top, right, bottom = box = region(h, w)
+    fits = min((bottom - top) // (least[0] + 1), (right - left) // (least[1] + 1))
+    scale = max(s for s in (1, 2, 4, 8) if s <= max(1, fits))
+    image.draft("", (image.width // scale, image.height // scale))
+    return box, scale
+
+
+def _turn(image: Image.Image) -> Transpose | None:
+    """What turns the picture upright, where its orientation is given and can be read."""
+    with suppress(Exception):  # EXIF breaks in many ways, and the picture is still good
+        return _UPRIGHT[image.getexif()[ExifTags.Base.Orientation]]
+    return None
 
 
 def _gray(image: Image.Image) -> Pixels:

@@ -4,7 +4,7 @@ import gzip
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from vitlab.data import decode
-from vitlab.data.sources import Source, from_arrays
+from vitlab.data.sources import SPLITS, Source, from_arrays, listing
 
 SAMPLE = Path(__file__).parent.parent / "assets" / "sample"
 SYSTEM = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
@@ -86,13 +86,16 @@ def _read_idx(path: Path) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Items:
-    """Reads pictures from any sequence of (PIL picture, ...) or of mappings."""
+    """Reads pictures from a sequence of (PIL picture, ...), or of mappings to encoded files."""
 
-    items: Sequence[Any]
+    items: Any
     column: int | str
 
     def __call__(self, i: int) -> np.ndarray:
-        return decode.to_rgb(self.items[i][self.column])
+        picture = self.items[i][self.column]
+        if isinstance(picture, dict):  # the hub's undecoded form
+            return decode.decode(picture["bytes"] or picture["path"])
+        return decode.to_rgb(picture)
 
 
 @contextmanager
@@ -102,49 +105,62 @@ def _download(what: str, remedy: str) -> Iterator[None]:
     socket.setdefaulttimeout(TIMEOUT)
     try:
         yield
-    except (OSError, RuntimeError) as e:  # URLError is an OSError
-        raise OSError(f"{what}: could not be downloaded ({str(e)[:200]}); {remedy}") from e
+    except Exception as e:  # the libraries' own kinds are many
+        reason = " ".join(str(e).split())[:200] or type(e).__name__
+        raise OSError(f"{what}: could not be downloaded ({reason}); {remedy}") from e
     finally:
         socket.setdefaulttimeout(before)
+
+
+def _sources(
+    spec: str, parts: Mapping[str, tuple[Any, int | str, Sequence[Any]]],
+    names: Sequence[str] | None, notes: tuple[str, ...] = (),
+) -> dict[str, Source]:  # fmt: skip
+    """Sources of (items, their picture's column, labels) by split.
+
+    Labels are indices into `names`; without names, each distinct label of the training part is a
+    class, sorted (numbers as numbers).
+    """
+    deciding = parts.get("train") or next(iter(parts.values()))
+    values = range(len(names)) if names else sorted(set(deciding[2]))
+    classes = tuple(names or map(str, values))
+    word = dict(zip(values, classes, strict=True))
+    sources = {}
+    for split, (items, column, labels) in parts.items():
+        unknown = sorted({str(label) for label in labels if label not in word})
+        if unknown:
+            raise ValueError(f"{spec}: {split} has classes that train has not: {listing(unknown)}")
+        source = from_arrays(range(len(labels)), [word[label] for label in labels], classes)
+        load = Items(items, column)
+        sources[split] = replace(source, spec=spec, split=split, load=load, notes=notes)
+    return sources
 
 
 def _torchvision(name: str, kind: str, arguments: dict[str, dict[str, Any]]) -> dict[str, Source]:
     from torchvision import datasets
 
     root = cache_folder() / "data" / name
-    sources = {}
+    parts: dict[str, tuple[Any, int | str, Sequence[Any]]] = {}
+    names = None
     for split, kwargs in arguments.items():
         with _download(name, f"put torchvision's files for {kind} into {root}"):
             items = getattr(datasets, kind)(str(root), download=True, **kwargs)
-        sources[split] = _from_items(name, split, items, 0, *_torchvision_labels(items))
-    return sources
+        names = getattr(items, "classes", None) or getattr(items, "categories", None)
+        parts[split] = (items, 0, _torchvision_labels(items))
+    return _sources(name, parts, names)
 
 
-def _torchvision_labels(items: Any) -> tuple[list[int], Sequence[str] | None]:
-    """Labels and class names, which torchvision keeps under several names."""
-    labels = next(
-        (getattr(items, a) for a in ("targets", "labels", "_labels", "y") if hasattr(items, a)),
-        None,
-    )
-    if labels is None:
-        labels = [items[i][1] for i in range(len(items))]
-    names = getattr(items, "classes", None) or getattr(items, "categories", None)
-    return [int(label) for label in labels], names
+def _torchvision_labels(items: Any) -> list[int]:
+    """Labels, which torchvision keeps under several names, or only with the pictures."""
+    for name in ("targets", "labels", "_labels", "y"):
+        if hasattr(items, name):
+            return [int(label) for label in getattr(items, name)]
+    rows = getattr(items, "_samples", None) or (items[i] for i in range(len(items)))
+    return [int(row[1]) for row in rows]
 
 
-def _from_items(
-    spec: str, split: str, items: Any, column: int | str, labels: list[int],
-    names: Sequence[str] | None,
-) -> Source:  # fmt: skip
-    source = from_arrays(range(len(labels)), labels, names)
-    return replace(source, spec=spec, split=split, load=Items(items, column))
-
-
-def hugging_face(spec: str) -> dict[str, Source]:
-    """`hf:org/name[?image=COLUMN&label=COLUMN&config=NAME]`, through the `datasets` library.
-
-    Columns are found by their type; where several could be meant, they must be named.
-    """
+def open_hub(spec: str) -> dict[str, Source]:
+    """`hf:org/name[?image=COLUMN&label=COLUMN&config=NAME]`, through the `datasets` library."""
     try:
         from datasets import load_dataset
     except ImportError as e:
@@ -153,30 +169,52 @@ def hugging_face(spec: str) -> dict[str, Source]:
     options = dict(parse_qsl(query))
     unknown = options.keys() - {"image", "label", "config"}
     if unknown:
-        raise ValueError(f"{spec}: unknown option {unknown.pop()}; use image, label or config")
+        raise ValueError(f"{spec}: unknown option {min(unknown)}; use image, label or config")
     with _download(spec, "check the name, or use a copy on disk"):
-        parts = load_dataset(name, options.get("config"))
-    sources = {}
-    for split, table in parts.items():
-        image = _column(spec, "image", options, table.features, ("Image",))
-        label = _column(spec, "label", options, table.features, ("ClassLabel",))
-        feature = table.features[label]
-        labels = list(table[label])
-        names = getattr(feature, "names", None)
-        if names is None:
-            names = sorted({str(v) for v in labels})
-            labels = [names.index(str(v)) for v in labels]
-        word = {"validation": "val"}.get(split, split)
-        sources[word] = _from_items(spec, word, table, image, labels, names)
-    return sources
+        tables = load_dataset(name, options.pop("config", None))
+    return from_tables(spec, tables, **options)
+
+
+def from_tables(
+    spec: str, tables: Mapping[str, Any], *, image: str | None = None, label: str | None = None
+) -> dict[str, Source]:
+    """Sources from tables of the `datasets` library by split (a `DatasetDict`).
+
+    Columns are found by their type; where several could be meant, they must be named. A split
+    without labels (they are None or -1, as hidden test labels are) is left out.
+
+    Raises ValueError, listing the columns found, where one must be named.
+    """
+    from datasets import Image
+
+    parts: dict[str, tuple[Any, int | str, Sequence[Any]]] = {}
+    names: Sequence[str] | None = None
+    notes: tuple[str, ...] = ()
+    for split, table in tables.items():
+        pictures = _column(spec, "image", image, table.features, ("Image",))
+        column = _column(spec, "label", label, table.features, ("ClassLabel", "Value"))
+        names = getattr(table.features[column], "names", None)
+        labels = list(table[column])
+        if all(value in (None, -1) for value in labels):
+            notes = (*notes, f"{spec}: ignored {split}, which has no labels")
+            continue
+        # Encoded files go through our own decoder, as everywhere, and other columns stay unread.
+        items = table.select_columns([pictures]).cast_column(pictures, Image(decode=False))
+        parts[SPLITS.get(split.lower(), split)] = (items, pictures, labels)
+    if not parts:
+        raise ValueError(f"{spec}: no labelled pictures")
+    return _sources(spec, parts, names, notes)
 
 
 def _column(
-    spec: str, role: str, options: dict[str, str], features: Any, kinds: tuple[str, ...]
+    spec: str, role: str, named: str | None, features: Mapping[str, Any], kinds: tuple[str, ...]
 ) -> str:
-    found = [name for name, feature in features.items() if type(feature).__name__ in kinds]
-    chosen = options.get(role) or (found[0] if len(found) == 1 else None)
-    if chosen is None or chosen not in features:
-        listing = ", ".join(f"{n} ({type(f).__name__})" for n, f in features.items())
-        raise ValueError(f"{spec}: which column is the {role}? add ?{role}=NAME; found {listing}")
+    """The column named, of one of these kinds; else the only one of the first kind."""
+    kind = {name: type(feature).__name__ for name, feature in features.items()}
+    found = [name for name in features if kind[name] == kinds[0]]
+    chosen = named or (found[0] if len(found) == 1 else None)
+    if chosen is None or kind.get(chosen) not in kinds:
+        types = {name: getattr(f, "dtype", kind[name]) for name, f in features.items()}
+        listed = ", ".join(f"{name} ({types[name] or kind[name]})" for name in features)
+        raise ValueError(f"{spec}: which column is the {role}? add ?{role}=NAME; found {listed}")
     return chosen

@@ -5,6 +5,7 @@ the same tensor everywhere, bit for bit.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ FILTERS = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
+SLIVER = 16  # times the crop: what sticks out further is not even resized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class Preprocess:
     """How a picture becomes what the model was trained on."""
 
     size: tuple[int, int]  # (h, w) that the model takes
-    resize: str = "crop"  # crop: cover and cut the middle; squash: ignore aspect; pad: letterbox
+    resize: str = "crop"  # crop: cover; squash: ignore the aspect; pad: letterbox
     crop: float = 1.0  # share of the resized picture that the central crop keeps, per side
     interpolation: str = "bicubic"  # nearest, bilinear, bicubic or lanczos
     antialias: bool = True  # False: torch's plain interpolation, as TensorFlow's pipelines do
@@ -48,13 +50,13 @@ class Preprocess:
             )
         if not self.antialias and self.interpolation == "lanczos":
             raise ValueError("lanczos needs antialias")
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+        if len(self.mean) != 3 or len(self.std) != 3 or not min(self.std) > 0:
             raise ValueError("mean and std must hold three values, std positive")
 
 
 def apply(preprocess: Preprocess, image: np.ndarray) -> Tensor:
     """A picture [h, w, 3] uint8 -> what the model takes: [3, H, W] float32."""
-    return normalise(preprocess, fit(preprocess, image))
+    return normalise(preprocess, fit(preprocess, [image]))[0]
 
 
 def normalise(preprocess: Preprocess, images: Tensor) -> Tensor:
@@ -64,37 +66,62 @@ def normalise(preprocess: Preprocess, images: Tensor) -> Tensor:
     return images.to(torch.float32).div(255).sub_(mean).div_(std)
 
 
-def fit(preprocess: Preprocess, image: np.ndarray) -> Tensor:
-    """Resize and crop a picture [h, w, 3] uint8 to [3, H, W] (uint8; float32 without antialias)."""
-    p, (h, w) = preprocess, image.shape[:2]
-    (height, width) = p.size
+def fit(preprocess: Preprocess, images: Sequence[np.ndarray]) -> Tensor:
+    """Resize and crop pictures [h, w, 3] uint8, as torchvision's Resize and CenterCrop do.
+
+    Returns [B, 3, *size], a copy: uint8, or without antialias float32 in 0 ... 255.
+    """
+    height, width = preprocess.size
+    tall, wide = math.floor(height / preprocess.crop), math.floor(width / preprocess.crop)
+    if (tall, wide) != (height, width) or any(image.shape[:2] != (tall, wide) for image in images):
+        images = [_fit(preprocess, image, tall, wide) for image in images]
+    fitted = torch.from_numpy(np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2)))
+    return fitted if preprocess.antialias else fitted.to(torch.float32)
+
+
+def _fit(p: Preprocess, image: np.ndarray, tall: int, wide: int) -> np.ndarray:
+    """[h, w, 3] -> [*p.size, 3], by way of a picture that covers, fits into or is (tall, wide)."""
+    h, w = image.shape[:2]
+    if p.resize == "crop":  # what sticks out far is cut off first: whole, it could take gigabytes
+        image = _middle(image, max(1, SLIVER * tall * w // wide), max(1, SLIVER * wide * h // tall))
+        h, w = image.shape[:2]
+    # The side that decides is exact, the other rounds down.
     if p.resize == "squash":
-        return _resize(p, image, (height, width))
-    # As torchvision's Resize and CenterCrop: the tighter side is exact, the other rounds down.
-    tall, wide = math.floor(height / p.crop), math.floor(width / p.crop)
-    if (tall * w >= wide * h) == (p.resize == "crop"):
-        new = (tall, max(1, tall * w // h))
+        size = tall, wide
+    elif (tall * w >= wide * h) == (p.resize == "crop"):
+        size = tall, max(1, tall * w // h)
     else:
-        new = (max(1, wide * h // w), wide)
-    resized = _resize(p, image, new)
-    top, left = round((new[0] - height) / 2), round((new[1] - width) / 2)
-    if p.resize == "pad":
-        fill = torch.tensor(p.mean).mul(255).round().view(3, 1, 1)  # zero once normalised
-        canvas = fill.to(resized.dtype).expand(3, height, width).clone()
-        canvas[:, -top : new[0] - top, -left : new[1] - left] = resized
-        return canvas
-    return resized[:, top : top + height, left : left + width]
+        size = max(1, wide * h // w), wide
+    resized = _middle(_resize(p, image, size), *p.size)
+    h, w = resized.shape[:2]
+    if (h, w) == p.size:
+        return resized
+    canvas = np.full((*p.size, 3), mean_colour(p), dtype=resized.dtype)
+    top, left = (p.size[0] - h) // 2, (p.size[1] - w) // 2
+    canvas[top : top + h, left : left + w] = resized
+    return canvas
 
 
-def _resize(p: Preprocess, image: np.ndarray, size: tuple[int, int]) -> Tensor:
-    """[h, w, 3] uint8 -> [3, *size]; Pillow where antialiased, else torch on float32."""
-    if not image.flags.writeable:  # torch warns of arrays it could write to but must not
-        image = image.copy()
+def mean_colour(preprocess: Preprocess) -> np.ndarray:
+    """[3] uint8: the colour nearest to zero once normalised."""
+    return np.rint(np.array(preprocess.mean) * 255).clip(0, 255).astype(np.uint8)
+
+
+def _middle(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """At most [height, width] of an array [h, w, 3], cut as torchvision's CenterCrop cuts."""
+    top = max(0, round((image.shape[0] - height) / 2))
+    left = max(0, round((image.shape[1] - width) / 2))
+    return image[top : top + height, left : left + width]
+
+
+def _resize(p: Preprocess, image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """[h, w, 3] uint8 -> [*size, 3]; by Pillow where antialiased, else by torch in float32."""
     if image.shape[:2] == size:
-        return torch.from_numpy(image).permute(2, 0, 1)
+        return image
     if p.antialias:
         resized = Image.fromarray(image).resize((size[1], size[0]), FILTERS[p.interpolation])
-        return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
-    pixels = torch.from_numpy(image).permute(2, 0, 1)[None].to(torch.float32)
+        return np.asarray(resized)
+    pixels = torch.from_numpy(image.astype(np.float32)).permute(2, 0, 1)[None]
     align = None if p.interpolation == "nearest" else False
-    return F.interpolate(pixels, size=size, mode=p.interpolation, align_corners=align)[0]
+    floats = F.interpolate(pixels, size=size, mode=p.interpolation, align_corners=align)[0]
+    return floats.permute(1, 2, 0).numpy()

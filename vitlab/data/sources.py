@@ -1,30 +1,28 @@
-"""From a spec to pictures with labels: folders, zips, CSV and JSONL tables, arrays.
+"""Pictures with labels, by index: what every spec opens to, and how to take it apart.
 
 A source yields `(image, label)` by index and knows its class names. A spec opens to one source a
 split. Classes are those of the training part; the other parts' labels are matched to them by name.
 """
 
-import csv
-import io
-import json
 import os
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vitlab.data import decode
 
-SPLITS = {  # folder or column value, lower case -> our word
+SPLITS = {  # folder, column value or hub split, lower case -> our word
     "train": "train", "training": "train",
     "val": "val", "valid": "val", "validation": "val",
     "test": "test", "testing": "test",
 }  # fmt: skip
 MAX_MEMBER = 256 << 20  # bytes of one file inside a zip, against archives that explode
+Load = Callable[[int], np.ndarray]  # row -> picture [h, w, 3] uint8
+Row = tuple[str, str, str, str]  # id, class name, split, group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,7 @@ class Source:
     """Pictures and labels by index.
 
     `source[i]` is `(image, label)`: image [h, w, 3] uint8, label an index into `classes`; it
-    raises `decode.Unreadable` for a file that is not a picture.
+    raises `decode.Unreadable` for a file that is not a picture, OSError for one that is not there.
     """
 
     spec: str  # what the user named
@@ -40,7 +38,7 @@ class Source:
     classes: tuple[str, ...]  # class names; labels index them
     labels: np.ndarray  # [N] int64
     ids: np.ndarray  # [N] bytes: each picture's path or number (one buffer, cheap to share)
-    load: Callable[[int], np.ndarray]  # i -> [h, w, 3] uint8
+    load: Load
     groups: np.ndarray | None = None  # [N] int64: pictures of one group stay in one split
     notes: tuple[str, ...] = ()  # what was ignored while reading, for people
 
@@ -54,6 +52,9 @@ class Source:
         return os.fsdecode(bytes(self.ids[i]))
 
 
+# Readers: small frozen objects, because they travel to the processes that decode ---------------
+
+
 @dataclass(frozen=True)
 class Files:
     """Reads pictures from a folder."""
@@ -61,32 +62,50 @@ class Files:
     root: str
     paths: np.ndarray  # [N] bytes, relative to root
 
+    def file(self, i: int) -> str:
+        """Where it lies."""
+        return os.path.join(self.root, os.fsdecode(bytes(self.paths[i])))
+
     def __call__(self, i: int) -> np.ndarray:
-        return decode.decode(os.path.join(self.root, os.fsdecode(bytes(self.paths[i]))))
+        return decode.decode(self.file(i))
 
 
 @dataclass(frozen=True)
 class Members:
-    """Reads pictures from a zip, without unpacking it."""
+    """Reads pictures from a zip, without unpacking it.
+
+    It knows where each picture lies, so that no process holds the archive's directory (a million
+    names cost a gigabyte as objects) and none shares a file offset with another.
+    """
 
     archive: str
-    names: np.ndarray  # [N] bytes
+    entries: np.ndarray  # [N, 4] int64: offset of the local header, bytes, CRC-32, method
 
     def __call__(self, i: int) -> np.ndarray:
+        return decode.decode(self.file(i))
+
+    def file(self, i: int) -> bytes:
+        """Its bytes, unpacked and checked."""
+        offset, size, crc, method = self.entries[i].tolist()
+        if method not in (0, 8):
+            how = "encrypted" if method < 0 else f"packed by method {method}, not stored or deflate"
+            raise decode.Unreadable(f"{how} in the zip")
         try:
-            with _archive(self.archive, os.getpid()).open(os.fsdecode(bytes(self.names[i]))) as f:
-                data = f.read(MAX_MEMBER + 1)
-        except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError) as e:
-            raise decode.Unreadable(f"cannot be read from the zip: {e}") from e
+            with open(self.archive, "rb") as file:
+                file.seek(offset)
+                head = file.read(30)  # name and extra field follow it, their lengths end it
+                file.seek(int.from_bytes(head[26:28], "little"), os.SEEK_CUR)
+                file.seek(int.from_bytes(head[28:30], "little"), os.SEEK_CUR)
+                data = file.read(min(size, MAX_MEMBER + 1))
+            if method == 8:
+                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, MAX_MEMBER + 1)
+        except (OSError, zlib.error) as e:
+            raise decode.Unreadable(f"cannot be read from the zip ({e})") from e
         if len(data) > MAX_MEMBER:
             raise decode.Unreadable(f"larger than {MAX_MEMBER >> 20} MiB")
-        return decode.decode(data)
-
-
-@lru_cache(maxsize=8)
-def _archive(path: str, process: int) -> zipfile.ZipFile:
-    """One open handle a process: a forked worker must not share its parent's file offset."""
-    return zipfile.ZipFile(path)
+        if not head.startswith(b"PK\3\4") or zlib.crc32(data) != crc:
+            raise decode.Unreadable("truncated or damaged in the zip")
+        return data
 
 
 @dataclass(frozen=True)
@@ -103,74 +122,62 @@ class Images:
 class Chosen:
     """A part of another reader."""
 
-    load: Callable[[int], np.ndarray]
+    load: Load
     rows: np.ndarray  # [N] int64
 
     def __call__(self, i: int) -> np.ndarray:
         return self.load(int(self.rows[i]))
 
 
-def strings(values: Iterable[str]) -> np.ndarray:
-    """Names in one buffer [N] of bytes: a list of a million strings costs every worker a copy."""
-    encoded = [os.fsencode(v) for v in values]
-    return np.array(encoded, dtype=f"S{max(map(len, encoded), default=1) or 1}")
+def load_region(load: Load, i: int, region: decode.Region, least: tuple[int, int]) -> np.ndarray:
+    """The part of picture i that `region` chooses by (h, w), see `decode.decode`.
 
-
-def select(source: Source, rows: np.ndarray, split: str) -> Source:
-    """The rows of a source, as a source of its own."""
-    groups = None if source.groups is None else source.groups[rows]
-    return replace(
-        source, split=split, labels=source.labels[rows], ids=source.ids[rows],
-        load=Chosen(source.load, rows), groups=groups,
-    )  # fmt: skip
-
-
-def hold_out(source: Source, share: float, seed: int) -> tuple[Source, Source]:
-    """Split into (train, held out): `share` of each class, chosen by seed alone.
-
-    At least one picture a class is held out where the class has two. With groups, whole groups
-    are held out until the share is reached.
+    For training alone: a file is decoded no finer than that takes.
     """
-    rng = np.random.default_rng([seed, 0])
-    held = np.zeros(len(source), dtype=bool)
-    if source.groups is not None:
-        names = rng.permutation(np.unique(source.groups))
-        sizes = np.array([(source.groups == g).sum() for g in names])
-        count = max(1, int(np.searchsorted(sizes.cumsum(), share * len(source))))
-        held = np.isin(source.groups, names[:count])
-    else:
-        for c in range(len(source.classes)):
-            rows = np.flatnonzero(source.labels == c)
-            count = max(int(len(rows) > 1), round(share * len(rows)))
-            held[rng.permutation(rows)[:count]] = True
-    if held.all() or not held.any():
-        raise ValueError(f"{source.spec}: too few pictures to hold out {share:.0%} of them")
-    train, val = np.flatnonzero(~held), np.flatnonzero(held)
-    return select(source, train, "train"), select(source, val, "val")
+    if isinstance(load, Chosen):
+        return load_region(load.load, int(load.rows[i]), region, least)
+    if isinstance(load, Files | Members):
+        return decode.decode(load.file(i), region=region, least=least)
+    image = load(i)
+    left, top, right, bottom = region(*image.shape[:2])
+    return image[top:bottom, left:right]
+
+
+# Opening ---------------------------------------------------------------------------------------
 
 
 def open_spec(spec: str) -> dict[str, Source]:
     """Open a spec: sources by split (`train`, `val`, `test`), or one under `all`.
 
-    Raises FileNotFoundError if nothing is there, ValueError if it holds no usable classes.
+    Raises FileNotFoundError if nothing is there, ValueError if it holds no usable classes; with
+    one line each, whatever the names in it.
     """
-    from vitlab.data import named  # it builds sources, so it imports this module
+    try:
+        return _open(spec)
+    except FileNotFoundError as e:
+        raise FileNotFoundError(printable(str(e))) from e
+    except ValueError as e:
+        raise ValueError(printable(str(e))) from e
+
+
+def _open(spec: str) -> dict[str, Source]:
+    from vitlab.data import named, tables, trees  # they build sources, so they import this module
 
     if spec.startswith("hf:"):
-        return named.hugging_face(spec)
+        return named.open_hub(spec)
     if spec in named.NAMES:
         return named.open_named(spec)
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.is_dir():
-        return _from_folder(spec, path)
+        return trees.open_folder(spec, path)
     if not path.exists():
         raise FileNotFoundError(
             f"{spec}: does not exist, and is none of the named sets ({', '.join(named.NAMES)})"
         )
     if path.suffix.lower() == ".zip":
-        return _from_zip(spec, path)
+        return trees.open_zip(spec, path)
     if path.suffix.lower() in (".csv", ".jsonl"):
-        return _from_table(spec, path)
+        return tables.open_table(spec, path)
     raise ValueError(f"{spec}: not a folder, .zip, .csv or .jsonl")
 
 
@@ -186,50 +193,135 @@ def from_arrays(
         labels: N class names, or N indices (into `classes` where given, else named "0", "1", ...).
         classes: class names in their order; sorted names of `labels` by default.
     """
-    if len(images) != len(labels):
-        raise ValueError(f"{len(images)} images but {len(labels)} labels")
+    if len(images) != len(labels) or not len(images):
+        raise ValueError(f"{len(images)} images and {len(labels)} labels")
     if all(isinstance(label, str) for label in labels):
         names = [str(label) for label in labels]
         order = tuple(classes or sorted(set(names)))
     else:
         indices = [int(label) for label in labels]
-        order = tuple(classes or map(str, range(max(indices, default=-1) + 1)))
-        if indices and not 0 <= min(indices) <= max(indices) < len(order):
-            raise ValueError(f"labels must lie in 0 ... {len(order) - 1}")
+        order = tuple(classes or map(str, range(max(indices) + 1)))
+        if indices != list(labels) or not 0 <= min(indices) <= max(indices) < len(order):
+            raise ValueError(f"labels must be class names, or whole numbers 0 ... {len(order) - 1}")
         names = [order[i] for i in indices]
     rows = [(str(i), name, "all", "") for i, name in enumerate(names)]
-    return _assemble("arrays", rows, lambda _: Images(images), order)["all"]
+    return assemble("arrays", rows, lambda _: Images(images), order)["all"]
 
 
-def _assemble(
+def assemble(
     spec: str,
-    rows: Iterable[tuple[str, str, str, str]],
-    reader: Callable[[np.ndarray], Callable[[int], np.ndarray]],
+    rows: Iterable[Row],
+    reader: Callable[[np.ndarray], Load],
     classes: tuple[str, ...] | None = None,
     notes: tuple[str, ...] = (),
 ) -> dict[str, Source]:
-    """Sources from rows of (id, label, split, group)."""
-    parts: dict[str, list[tuple[str, str, str, str]]] = {}
+    """Sources by split; `reader` makes each one's `load` of its ids.
+
+    Without `classes` they are the sorted names of the training rows, or of all where there are
+    none. Raises ValueError for a row of another class.
+    """
+    parts: dict[str, list[Row]] = {}
     for row in rows:
         parts.setdefault(row[2], []).append(row)
     deciding = parts.get("train") or [row for part in parts.values() for row in part]
-    classes = classes or tuple(sorted({row[1] for row in deciding}))
-    index = {name: i for i, name in enumerate(classes)}
+    order = classes or tuple(sorted({row[1] for row in deciding}))
+    index = {name: i for i, name in enumerate(order)}
+    if len(index) < len(order):
+        raise ValueError(f"{spec}: class names must differ: {listing(order)}")
+    if any("\ud800" <= c <= "\udfff" for name in order for c in name):
+        raise ValueError(f"{spec}: class names must be UTF-8 text: {listing(order)}")
     sources = {}
     for split, part in parts.items():
         unknown = sorted({row[1] for row in part} - index.keys())
         if unknown:
             raise ValueError(
-                f"{spec}: {split} has classes that train has not: {', '.join(unknown[:5])}"
+                f"{spec}: {split} has classes that {'`classes`' if classes else 'train'} has not: "
+                f"{listing(unknown)}"
             )
         ids = strings(row[0] for row in part)
         names = sorted({row[3] for row in part})
         sources[split] = Source(
-            spec=spec, split=split, classes=classes, ids=ids, load=reader(ids), notes=notes,
+            spec=spec, split=split, classes=order, ids=ids, load=reader(ids), notes=notes,
             labels=np.array([index[row[1]] for row in part], dtype=np.int64),
             groups=np.searchsorted(names, [row[3] for row in part]) if any(names) else None,
         )  # fmt: skip
     return sources
+
+
+def strings(values: Iterable[str]) -> np.ndarray:
+    """Names in one buffer [N] of bytes: a list of a million strings costs every worker a copy."""
+    encoded = [os.fsencode(v) for v in values]
+    return np.array(encoded, dtype=f"S{max(map(len, encoded), default=1) or 1}")
+
+
+def listing(names: Sequence[str], most: int = 5) -> str:
+    """A few of them, for a message."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def printable(text: str) -> str:
+    """One line: what cannot be printed (line ends, lone surrogates) is written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# Taking apart ----------------------------------------------------------------------------------
+
+
+def select(source: Source, rows: np.ndarray, split: str) -> Source:
+    """The rows of a source, as a source of its own."""
+    groups = None if source.groups is None else source.groups[rows]
+    return replace(
+        source, split=split, labels=source.labels[rows], ids=source.ids[rows],
+        load=Chosen(source.load, rows), groups=groups,
+    )  # fmt: skip
+
+
+def hold_out(source: Source, share: float, seed: int) -> tuple[Source, Source]:
+    """Split into (train, held out): `share` of each class, chosen by seed alone.
+
+    Of a class with two pictures or more, at least one is held out and one is kept. With groups,
+    whole groups are held out, as near to these shares as a random order of them comes.
+    """
+    rng = np.random.default_rng([seed, 0])
+    held = np.zeros(len(source), dtype=bool)
+    if source.groups is None:
+        for rows in _rows_by(source.labels):
+            count = min(len(rows) - 1, max(1, round(share * len(rows))))
+            held[rng.permutation(rows)[:count]] = True
+    else:
+        for rows in _groups_to_hold(source, share, _rows_by(source.groups), rng):
+            held[rows] = True
+    if not held.any():
+        raise ValueError(f"{source.spec}: too few pictures or groups to hold out {share:.0%}")
+    train, val = np.flatnonzero(~held), np.flatnonzero(held)
+    return select(source, train, "train"), select(source, val, "val")
+
+
+def _groups_to_hold(
+    source: Source, share: float, groups: list[np.ndarray], rng: np.random.Generator
+) -> list[np.ndarray]:
+    """The groups (rows each) that bring the classes' shares nearer; one where none does."""
+    kept = np.bincount(source.labels, minlength=len(source.classes))
+    missing = share * kept
+    chosen: list[np.ndarray] = []
+    nearest: tuple[float, list[np.ndarray]] = (np.inf, [])
+    for rows in (groups[i] for i in rng.permutation(len(groups))):
+        classes, counts = np.unique(source.labels[rows], return_counts=True)
+        if (kept[classes] == counts).any():
+            continue  # it would leave a class without training pictures
+        change = np.abs(missing[classes] - counts).sum() - np.abs(missing[classes]).sum()
+        if change < 0:
+            chosen.append(rows)
+            kept[classes] -= counts
+            missing[classes] -= counts
+        nearest = min(nearest, (change, [rows]), key=lambda pair: pair[0])
+    return chosen or nearest[1]
+
+
+def _rows_by(values: np.ndarray) -> list[np.ndarray]:
+    """The rows of each distinct value, values rising; one sort, however many there are."""
+    order = np.argsort(values, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(values[order])) + 1)
 
 
 def match_classes(source: Source, classes: tuple[str, ...]) -> Source:
@@ -237,163 +329,12 @@ def match_classes(source: Source, classes: tuple[str, ...]) -> Source:
 
     Raises ValueError naming the source's classes that are not among them.
     """
-    unknown = [c for c in source.classes if c not in classes]
+    index = {name: i for i, name in enumerate(classes)}
+    unknown = [c for c in source.classes if c not in index]
     if unknown:
         raise ValueError(
             f"{source.spec}: {len(unknown)} of its classes are unknown to the model: "
-            f"{', '.join(unknown[:5])}; the model knows {', '.join(classes[:5])}"
-            f"{', ...' if len(classes) > 5 else ''}"
+            f"{listing(unknown)}; the model knows {listing(classes)}"
         )
-    where = np.array([classes.index(c) for c in source.classes], dtype=np.int64)
+    where = np.array([index[c] for c in source.classes], dtype=np.int64)
     return replace(source, classes=tuple(classes), labels=where[source.labels])
-
-
-# Folders and zips ------------------------------------------------------------------------------
-
-
-def _hidden(path: PurePosixPath) -> bool:
-    """Leftovers of file managers and notebooks, in any part of a path."""
-    return any(p.startswith(".") or p in ("__MACOSX", "Thumbs.db") for p in path.parts)
-
-
-def _from_folder(spec: str, root: Path) -> dict[str, Source]:
-    files, folders = _walk(root)
-    return _from_tree(spec, files, folders, lambda ids: Files(str(root), ids))
-
-
-def _walk(root: Path) -> tuple[list[str], list[str]]:
-    """Relative paths of files and of folders, links followed, each folder once."""
-    files: list[str] = []
-    folders: list[str] = []
-    seen: set[tuple[int, int]] = set()
-    for at, inner, names in os.walk(root, followlinks=True):
-        stat = os.stat(at)
-        if (stat.st_dev, stat.st_ino) in seen:  # a link that leads back
-            inner.clear()
-            continue
-        seen.add((stat.st_dev, stat.st_ino))
-        here = PurePosixPath(Path(at).relative_to(root).as_posix())
-        folders += [str(here / name) for name in inner]
-        files += [str(here / name) for name in names]
-    return files, folders
-
-
-def _from_zip(spec: str, path: Path) -> dict[str, Source]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, OSError) as e:
-        raise ValueError(f"{spec}: not a readable zip ({e})") from e
-    folders = {str(p) for n in names for p in PurePosixPath(n).parents}
-    folders |= {n.rstrip("/") for n in names if n.endswith("/")}
-    files = [n for n in names if not n.endswith("/")]
-    # Archives are mostly made of one folder: look inside it.
-    tops = {PurePosixPath(f).parts[0] for f in files if not _hidden(PurePosixPath(f))}
-    top = tops.pop() + "/" if len(tops) == 1 and not (tops & SPLITS.keys()) else ""
-    inside = [f.removeprefix(top) for f in files if f.startswith(top)]
-    return _from_tree(
-        spec, inside, [f.removeprefix(top) for f in folders if f.startswith(top)],
-        lambda ids: Members(str(path), strings(top + os.fsdecode(bytes(i)) for i in ids)),
-    )  # fmt: skip
-
-
-def _from_tree(
-    spec: str,
-    files: Iterable[str],
-    folders: Iterable[str],
-    reader: Callable[[np.ndarray], Callable[[int], np.ndarray]],
-) -> dict[str, Source]:
-    """Class folders, below split folders where there are any: [split/]class/.../picture."""
-    trees = [PurePosixPath(f) for f in folders]
-    tops = {t.parts[0] for t in trees if len(t.parts) == 1 and not _hidden(t)}
-    splits = {t: SPLITS[t.lower()] for t in tops if t.lower() in SPLITS}
-    if "train" not in splits.values() and tops - splits.keys():
-        splits = {}  # a class may be called "test"
-    level = 1 if splits else 0
-    empty = {
-        t.parts[: level + 1] for t in trees
-        if len(t.parts) == level + 1 and not _hidden(t) and (not level or t.parts[0] in splits)
-    }  # fmt: skip
-    rows, ignored = [], []
-    for file in sorted(files):
-        path = PurePosixPath(file)
-        parts = path.parts
-        picture = path.suffix.lower() in decode.EXTENSIONS
-        placed = len(parts) > level + 1 and (not level or parts[0] in splits)
-        if _hidden(path) or not picture or not placed:
-            ignored.append(file)
-            continue
-        empty.discard(parts[: level + 1])
-        rows.append((file, parts[level], splits[parts[0]] if level else "all", ""))
-    if not rows:
-        loose = " (pictures lie loose, not in a folder a class)" if ignored else ""
-        raise ValueError(
-            f"{spec}: no pictures in class folders{loose}; looked for "
-            f"{' '.join(sorted(decode.EXTENSIONS))}"
-        )
-    missing = sorted("/".join(parts) for parts in empty if not level or splits[parts[0]] == "train")
-    if missing:
-        raise ValueError(
-            f"{spec}: class folder without pictures: {', '.join(missing[:5])}; fill or remove it"
-        )
-    notes: tuple[str, ...] = ()
-    if ignored:
-        shown = ", ".join(ignored[:3]) + (", ..." if len(ignored) > 3 else "")
-        notes = (f"{spec}: ignored {len(ignored)} files that are no pictures in a class: {shown}",)
-    return _assemble(spec, rows, reader, notes=notes)
-
-
-# Tables ----------------------------------------------------------------------------------------
-
-
-def _from_table(spec: str, path: Path) -> dict[str, Source]:
-    """CSV `path,label[,split][,group]`, or JSONL of the same keys; paths relative to the table."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{spec}: not UTF-8 text ({e.reason} at byte {e.start})") from e
-    records = _jsonl(spec, text) if path.suffix.lower() == ".jsonl" else _csv(spec, text)
-    rows = []
-    for line, record in records:
-        file, label = record.get("path"), record.get("label")
-        if not isinstance(file, str) or not file or label is None or not str(label):
-            raise ValueError(f"{spec}: line {line} needs a path and a label")
-        if "|" in str(label):
-            raise ValueError(f"{spec}: line {line} has several labels ({label}); give one")
-        split = str(record.get("split") or ("all" if "split" not in record else "train")).lower()
-        if split not in SPLITS and split != "all":
-            raise ValueError(f"{spec}: line {line}: split {split!r} is not train, val or test")
-        rows.append((file, str(label), SPLITS.get(split, split), str(record.get("group") or "")))
-    if not rows:
-        raise ValueError(f"{spec}: no rows")
-    return _assemble(spec, rows, lambda ids: Files(str(path.parent), ids))
-
-
-def _csv(spec: str, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        header = [h.strip() for h in reader.fieldnames or ()]
-        if not {"path", "label"} <= set(header):
-            raise ValueError(
-                f"{spec}: the header must be path,label[,split][,group], found {','.join(header)}"
-            )
-        reader.fieldnames = header
-        for record in reader:
-            if None in record:
-                raise ValueError(f"{spec}: line {reader.line_num} has more columns than the header")
-            yield reader.line_num, record
-    except csv.Error as e:
-        raise ValueError(f"{spec}: line {reader.line_num}: {e}") from e
-
-
-def _jsonl(spec: str, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{spec}: line {number} is not JSON ({e})") from e
-        if not isinstance(record, dict):
-            raise ValueError(f"{spec}: line {number} is not an object")
-        yield number, record
