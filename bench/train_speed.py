@@ -107,7 +107,8 @@ def timm(case: dict[str, Any], spec: str, ours: dict[str, Any] | None) -> Iterat
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     loader = torch.utils.data.DataLoader(
         pictures(case, spec), batch_size=case["batch"], shuffle=True, drop_last=True,
-        num_workers=ours["workers"] if ours else 0, persistent_workers=bool(ours and ours["workers"]),
+        num_workers=ours["workers"] if ours else 0,
+        persistent_workers=bool(ours and ours["workers"]),
     )  # fmt: skip
     bf16 = bool(ours and ours["precision"] == "bf16")
     while True:
@@ -121,7 +122,9 @@ def timm(case: dict[str, Any], spec: str, ours: dict[str, Any] | None) -> Iterat
             yield
 
 
-def trainer(case: dict[str, Any], spec: str, ours: dict[str, Any] | None, steps: int) -> list[float]:
+def trainer(
+    case: dict[str, Any], spec: str, ours: dict[str, Any] | None, steps: int
+) -> list[float]:
     """transformers.Trainer; the moments at which steps ended."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig

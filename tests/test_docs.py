@@ -47,12 +47,16 @@ def desk(tmp_path_factory):
 def test_commands_and_code_of_the_page_run(page, desk, monkeypatch):
     monkeypatch.chdir(desk)
     if not (desk / "runs/photos").exists():
-        command("vitlab train photos/ --model vit-ti16 --size 32 --depth 2 --steps 2 --out runs/photos")
+        command(
+            "vitlab train photos/ --model vit-ti16 --size 32 --depth 2 --steps 2 --out runs/photos"
+        )
     for kind, text in BLOCK.findall(page.read_text()):
         if kind == "python":
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(text.replace("epochs=2", "steps=2"), str(page), "exec"), {})
-        for line in re.findall(r"^\$ (vitlab .*)$", text, re.MULTILINE) if kind == "console" else []:
+        for line in (
+            re.findall(r"^\$ (vitlab .*)$", text, re.MULTILINE) if kind == "console" else []
+        ):
             for pattern, shorter in SHORTER:
                 line = re.sub(pattern, shorter, line)
             if "--out runs/photos" in line and "train" in line:

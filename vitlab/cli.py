@@ -6,18 +6,22 @@ import io
 import json
 import logging
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 
-from vitlab.training.config import TrainConfig
+from vitlab.training.config import Text, TrainConfig, Whole, convert
 from vitlab.training.machine import cores
+
+POSITIONAL = get_args(tyro.conf.Positional[str])[1]  # how tyro marks what has no flag
+SWITCH = {"true": True, "yes": True, "false": False, "no": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +57,12 @@ class Evaluate:
 
     bundle: tyro.conf.Positional[str]  # folder of a bundle or run
     spec: tyro.conf.Positional[str]  # the pictures, as for train
-    split: str | None = (
-        None  # train, val or test; by default test, else val, else held-out, else all
-    )
-    out: str | None = None  # folder for report.html and metrics.json
+    split: Text = None  # train, val or test; by default test, else val, else held-out, else all
+    out: Text = None  # folder for report.html and metrics.json
     batch: int = 64  # pictures at once
-    workers: int | None = None  # processes that decode
-    device: str | None = None  # cuda, mps or cpu
-    threads: int | None = None  # CPU threads
+    workers: int = 0  # processes that decode
+    device: Text = None  # cuda, mps or cpu
+    threads: Whole = None  # CPU threads
     json: bool = False  # print the metrics as one JSON object
     debug: bool = False  # show where an error comes from
 
@@ -74,8 +76,8 @@ class Predict:
     """files and folders"""
     top: int = 5  # classes listed with --json
     batch: int = 32  # pictures at once
-    device: str | None = None  # cuda, mps or cpu
-    threads: int | None = None  # CPU threads
+    device: Text = None  # cuda, mps or cpu
+    threads: Whole = None  # CPU threads
     json: bool = False  # one JSON object a line
     debug: bool = False  # show where an error comes from
 
@@ -100,24 +102,19 @@ def demo(options: Demo) -> int:
 def models(options: Models) -> int:
     from fnmatch import fnmatch
 
-    import torch
-
-    from vitlab.models.vit import ViT, macs
+    from vitlab.models.cost import macs, parameters
     from vitlab.models.zoo import MODELS
 
     chosen = {name: c for name, c in MODELS.items() if fnmatch(name, options.pattern)}
     if not chosen:
         raise ValueError(f"no model matches {options.pattern!r}; `vitlab models` lists all")
     for name, config in chosen.items():
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in ViT(config).parameters())
         h, w = config.image
-        row = {"name": name, "parameters": parameters, "macs": macs(config), "image": [h, w]}
+        count, cost = parameters(config), macs(config)
         if options.json:
-            print(json.dumps(row))
+            print(json.dumps({"name": name, "parameters": count, "macs": cost, "image": [h, w]}))
         else:
-            print(f"{name:<12} {parameters:>12,} parameters {macs(config) / 1e9:>8.2f} GMACs"
-                  f" at {h} x {w}")  # fmt: skip
+            print(f"{name:<12} {count:>12,} parameters {cost / 1e9:>8.2f} GMACs at {h} x {w}")
     return 0
 
 
@@ -129,17 +126,17 @@ def train(options: Train) -> int:
     if options.json:
         print(json.dumps({"out": options.out, "metrics": bundle.card.metrics}))
     else:
-        print(f"{_score(bundle.card.metrics)}report: {options.out}/report.html")
+        print(_score(bundle.card.metrics, options.out))
     return 0
 
 
-def _score(metrics: dict[str, Any]) -> str:
+def _score(metrics: dict[str, Any], out: str | None) -> str:
     if not metrics:
-        return "trained without validation pictures; "
+        return f"trained without validation pictures: {out}"
     low, high = metrics["top1_interval"]
     return (
         f"accuracy {metrics['top1']:.2%} on {metrics['n']:,} pictures of {metrics['scored_on']}"
-        f" (95 % interval {low:.2%} to {high:.2%}); "
+        f" (95 % interval {low:.2%} to {high:.2%}); report: {out}/report.html"
     )
 
 
@@ -147,8 +144,8 @@ def evaluate(options: Evaluate) -> int:
     from vitlab import runs
     from vitlab.evaluation import scoring
 
-    bundle = _load(options.bundle, options.device)
-    how = {"batch": options.batch, "workers": options.workers or 0}
+    bundle = _load(options)
+    how = {"batch": options.batch, "workers": options.workers}
     if options.out:
         metrics = runs.evaluate_into(
             bundle, options.spec, options.split, Path(options.out), **how
@@ -162,7 +159,7 @@ def evaluate(options: Evaluate) -> int:
 def predict(options: Predict) -> int:
     from vitlab.weights.predictor import stream
 
-    bundle = _load(options.bundle, options.device)
+    bundle = _load(options)
     failed = 0
     for p in stream(bundle, options.images, top=options.top, batch=options.batch):
         failed += p.error is not None
@@ -193,17 +190,26 @@ VERBS: dict[str, tuple[type, Callable[[Any], int]]] = {
 }
 
 
-def _load(path: str, device: str | None) -> Any:
+def _load(options: Evaluate | Predict) -> Any:
+    """The bundle, on its device."""
+    import torch
+
     from vitlab.training import machine
     from vitlab.weights import bundle as bundles
 
-    bundle = bundles.load(path)
-    bundle.model.to(machine.device(device))
+    where = machine.device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    bundle = bundles.load(options.bundle)
+    bundle.model.to(where)
     return bundle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code: 0 done, 1 the work failed, 2 the call was wrong."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a file's name need not be text
+            stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
@@ -214,13 +220,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = arguments.pop(0)
     try:
         if verb not in VERBS:
-            near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0)[0]
-            raise ValueError(f"unknown command {verb!r}: did you mean {near}?")
+            raise ValueError(f"unknown command {verb!r}: did you mean {_nearest(verb, VERBS)}?")
         kind, command = VERBS[verb]
         options = _parse(kind, verb, arguments)
+        if options is None:  # help was shown
+            return 0
+        _settle(getattr(options, "threads", None))
     except ValueError as e:
         return _fail(e, 2)
-    _settle(getattr(options, "threads", None))
     try:
         return command(options)
     except Exception as e:
@@ -231,6 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
 
 
+def _nearest(word: str, known: Iterable[str]) -> str:
+    return difflib.get_close_matches(word, known, n=1, cutoff=0)[0]
+
+
 def _overview() -> str:
     lines = ["usage: vitlab COMMAND ...", "", "The Vision Transformer, complete.", "", "commands:"]
     for verb, (kind, _) in VERBS.items():
@@ -239,39 +250,86 @@ def _overview() -> str:
 
 
 def _parse(kind: type, verb: str, arguments: list[str]) -> Any:
-    """Options from flags; what tyro draws as a box becomes one line."""
-    words = {"true": "--{}", "yes": "--{}", "false": "--no-{}", "no": "--no-{}"}
-    switches = {f.name.replace("_", "-") for f in fields(kind) if f.type in (bool, "bool")}
-    given: list[str] = []
-    for word in arguments:  # `--flip False` and `--crop none` mean what they say
-        last = given[-1].removeprefix("--") if given else ""
-        if last in switches and word.lower() in words:
-            given[-1] = words[word.lower()].format(last)
+    """Options from flags; None if help was asked for. Raises ValueError, in one line."""
+    if any(word in ("-h", "--help") for word in arguments):
+        with contextlib.suppress(SystemExit):
+            tyro.cli(kind, prog=f"vitlab {verb}", args=["--help"], description=kind.__doc__,
+                     config=(tyro.conf.PositionalMetavarFromFieldName,))  # fmt: skip
+        return None
+    hints = get_type_hints(kind)
+    positional = [name for name, hint in get_type_hints(kind, include_extras=True).items()
+                  if POSITIONAL in get_args(hint)]  # fmt: skip
+    known = {f"--{name.rstrip('_').replace('_', '-')}": name for name in hints}
+    known |= {f"--no-{o[2:]}": name for o, name in known.items() if hints[name] is bool}
+    values: dict[str, Any] = {}
+    loose: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        option, equals, value = word.partition("=")
+        option = option.replace("_", "-")
+        if word == "--":
+            loose, words = loose + words, []
+        elif not option.startswith("-"):
+            loose.append(word)
+        elif option not in known or known[option] in positional:
+            near = _nearest(option, [o for o in known if known[o] not in positional])
+            raise ValueError(f"unknown option {option}: did you mean {near}?")
         else:
-            given.append(
-                "None" if word == "none" and given[-1:] and given[-1][:2] == "--" else word
-            )
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(kind, prog=f"vitlab {verb}", args=given, description=kind.__doc__)
-    except SystemExit as e:
-        if e.code == 0:
-            raise
-        raise ValueError(_one_line(box.getvalue())) from None
+            words = [value, *words] if equals else words
+            try:
+                values[known[option]] = _take(words, hints[known[option]], bool(equals))
+            except ValueError as e:
+                raise ValueError(f"{option} {e}") from None
+            if option.startswith("--no-") and hints[known[option]] is bool:
+                values[known[option]] = not values[known[option]]
+    for name in positional:
+        if loose:
+            several = get_origin(hints[name]) is tuple
+            values[name] = tuple(loose) if several else loose[0]
+            loose = [] if several else loose[1:]
+    if loose:
+        raise ValueError(f"unexpected: {' '.join(loose)}")
+    needed = [f.name for f in fields(kind) if f.default is MISSING]
+    if not values.keys() >= set(needed):
+        names = " ".join(needed).upper()
+        raise ValueError(f"{verb} needs {names}; see vitlab {verb} --help")
+    return kind(**values)
 
 
-def _one_line(box: str) -> str:
-    text = " ".join(re.findall(r"│ (.*?) *│", box)) or box
-    text = re.sub(r"\s*For full helptext.*", "", re.sub(r"─+", ";", text))
-    return re.sub(r"\s*;\s*", "; ", re.sub(r"\s+", " ", text)).strip(" ;")
+def _take(words: list[str], hint: Any, given: bool) -> Any:
+    """The value of an option from the words that follow it, which are used up; `given` after =."""
+    if hint is bool:
+        if given and words[0].lower() not in SWITCH:
+            raise ValueError(f"is on or off: true or false, not {words[0]!r}")
+        return SWITCH[words.pop(0).lower()] if words and words[0].lower() in SWITCH else True
+    if not words or (words[0].startswith("--") and not given):
+        raise ValueError("needs a value")
+    kind = next((k for k in get_args(hint) if k is not NoneType), hint)
+    if words[0] == "none" and NoneType in get_args(hint) and kind is not str:
+        words.pop(0)
+        return None
+    if get_origin(kind) is not tuple:
+        return convert(words.pop(0), hint)
+    _, *others = get_args(kind)
+    following = list(takewhile(lambda w: not w.startswith("--"), words))
+    if others == [...]:  # as many as can be read as one
+        following = [following[0], *takewhile(lambda w: w.isdigit(), following[1:])]
+    else:
+        following = following[: 1 + len(others)]
+    del words[: len(following)]
+    return convert(following, hint)
 
 
 def _settle(threads: int | None) -> None:
     """Threads of this process and how they wait, before torch loads."""
+    if threads is not None and threads < 1:
+        raise ValueError(f"--threads must be at least 1, not {threads}")
     # Spinning threads cost 7 x when anything else runs on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads or cores()))
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
     handler = logging.Handler()
     handler.emit = lambda record: print(record.getMessage(), file=sys.stderr)  # type: ignore[method-assign]
     logger = logging.getLogger("vitlab")
@@ -289,13 +347,15 @@ def _explain(error: Exception) -> int:
     if isinstance(error, BrokenPipeError):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  whoever read our output has gone
         return 1
+    if type(error).__name__ == "OutOfMemoryError":  # torch's; training says more
+        return _fail("out of memory; a smaller --batch needs less", 1)
     wrong_call = isinstance(error, (ValueError, FileNotFoundError))
     return _fail(error, 2 if wrong_call and not isinstance(error, Unreadable) else 1)
 
 
 def _fail(error: object, code: int) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
-    known = isinstance(error, (str, ValueError, OSError, FloatingPointError))
+    known = isinstance(error, (str, ValueError, OSError, FloatingPointError, MemoryError))
     print(f"vitlab: {text}{'' if known else ' (--debug shows where)'}", file=sys.stderr)
     return code
 

@@ -33,6 +33,8 @@ def evaluate_into(bundle: Bundle, spec: str, split: str | None, out: Path, **how
 
     In a run's own folder the report keeps the curves and the configuration.
     """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: is a file; choose another folder")
     source = sources.match_classes(scoring.choose(spec, split, bundle.card), bundle.classes)
     scores = scoring.score(bundle.model, bundle.preprocess, source, **how)
     out.mkdir(parents=True, exist_ok=True)

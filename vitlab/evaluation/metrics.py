@@ -65,7 +65,8 @@ def wilson(right: int, n: int, z: float = 1.959963984540054) -> tuple[float, flo
     centre = share + z * z / (2 * n)
     spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    low, high = (centre - spread) / scale, (centre + spread) / scale
+    return max(0.0, min(share, low)), min(1.0, max(share, high))  # rounding aside
 
 
 def count(
@@ -73,12 +74,16 @@ def count(
 ) -> Metrics:
     """Metrics from logits [N, K] float32 and labels [N] int64.
 
+    Raises ValueError without pictures, FloatingPointError for NaN or infinity.
+
     Ties are broken towards the first class, as `argmax` does; in top-5 a tie counts against the
     right class, so that equal logits score 0.
     """
     n, k = logits.shape[0], len(classes)
     if n == 0:
         raise ValueError(f"{scored_on}: no readable pictures to score")
+    if not np.isfinite(logits).all():
+        raise FloatingPointError(f"{scored_on}: the model's outputs are not finite")
     wide = logits.astype(np.float64)
     predicted = wide.argmax(axis=1)
     confusion = np.bincount(labels * k + predicted, minlength=k * k).reshape(k, k)

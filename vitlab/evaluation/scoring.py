@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -58,12 +59,18 @@ def choose(spec: str, split: str | None, card: Card) -> Source:
     for name in ("test", "val"):
         if name in parts:
             return parts[name]
-    source = parts["train"] if "train" in parts else parts["all"]
+    source = parts.get("train") or next(iter(parts.values()))
     held_out = set(card.data.get("held_out_ids") or ())
-    rows = [i for i in range(len(source)) if source.id(i) in held_out]
-    if rows and card.data.get("spec") == spec:
-        return sources.select(source, np.array(rows), "held-out")
+    if held_out and _name(spec) == _name(str(card.data.get("spec"))):
+        rows = [i for i in range(len(source)) if source.id(i) in held_out]
+        if rows:
+            return sources.select(source, np.array(rows), "held-out")
     return source
+
+
+def _name(spec: str) -> str:
+    """What a spec names, from wherever it is looked at: photos, photos/ and ../photos agree."""
+    return Path(spec).expanduser().resolve().name
 
 
 @torch.inference_mode()
@@ -85,6 +92,8 @@ def score(
         precision: torch.bfloat16 runs it under autocast.
         tick: called with the pictures done after each batch; may raise to stop.
     """
+    if batch < 1 or workers < 0:
+        raise ValueError(f"batch must be at least 1, workers 0, not {batch} and {workers}")
     weight = next(model.parameters())
     was_training = model.training
     model.eval()

@@ -1,12 +1,11 @@
 """Checkpoints: safetensors and JSON, never pickle, each whole or not there.
 
 One file `checkpoints/<step>.safetensors` holds model, average and optimizer; its header's
-metadata holds the state of the run as JSON. It is written aside, flushed and renamed, and the
-one before it is removed only then.
+metadata holds the state of the run as JSON. It is written aside, flushed and renamed, and older
+ones are removed only then.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitlab.training.optim import Average
+from vitlab.weights.bundle import written
 
 KEEP = 2  # checkpoints kept: the newest, and one before it
 
@@ -30,31 +30,27 @@ def save(
 ) -> None:
     """Write the checkpoint of a step.
 
-    Raises FloatingPointError, writing nothing, if a weight is not finite; OSError if the disk
-    refuses, the older checkpoints intact.
+    Raises FloatingPointError, writing nothing, if a number is not finite; OSError if the disk
+    refuses. The older checkpoints are intact in either case.
     """
     tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
-    broken = [k for k, v in tensors.items() if not v.isfinite().all()]
-    if broken:
-        raise FloatingPointError(f"step {step}: {broken[0]} is not finite; nothing was saved")
+    tensors |= _optimizer_tensors(optimizer)
     if average:
         tensors |= {f"average.{k}": v for k, v in average.tensors.items()}
         state = {**state, "average_updates": average.updates}
-    tensors |= _optimizer_tensors(optimizer)
-    tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    broken = [k for k, v in tensors.items() if not v.isfinite().all()]
+    if broken:
+        raise FloatingPointError(f"step {step}: {broken[0]} is not finite; nothing was saved")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{step:09d}.safetensors"
-    aside = path.with_suffix(".part")
-    try:
-        save_file(tensors, aside, metadata={"state": json.dumps({"step": step, **state})})
-        with open(aside, "rb+") as f:
-            os.fsync(f.fileno())
-        os.replace(aside, path)
-    except (OSError, SafetensorError) as e:
-        aside.unlink(missing_ok=True)
-        raise OSError(f"{path}: could not be written ({e}); older checkpoints are intact") from e
+    with written(folder / f"{step:09d}.safetensors") as aside:
+        metadata = {"state": json.dumps({"step": step, **state})}
+        save_file(_on_cpu(tensors), aside, metadata=metadata)
     for old in checkpoints(folder)[:-KEEP]:
         old.unlink()
+
+
+def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -69,9 +65,12 @@ def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
         try:
             with safe_open(path, framework="pt") as f:
                 state = json.loads(f.metadata()["state"])
-                return {k: f.get_tensor(k) for k in f.keys()}, state, notes  # noqa: SIM118
+                # Copied: the tensors of `f` lie in the file, mapped into memory.
+                return {k: f.get_tensor(k).clone() for k in f.keys()}, state, notes  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as e:
             notes.append(f"{path}: damaged ({e}); going back to the one before it")
+    if notes:
+        notes.append(f"{folder}: no good checkpoint is left; starting again")
     return {}, {}, notes
 
 
@@ -112,10 +111,14 @@ def save_best(out: Path, tensors: dict[str, Tensor]) -> None:
     """Keep weights as the best so far, in `checkpoints/best`, whole or not at all."""
     folder = out / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / "best.part"
-    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, aside)
-    os.replace(aside, folder / "best")
+    with written(folder / "best") as aside:
+        save_file(_on_cpu(tensors), aside)
 
 
 def load_best(out: Path) -> dict[str, Tensor]:
-    return load_file(out / "checkpoints" / "best")
+    """The weights that `save_best` kept. Raises OSError if they are missing or damaged."""
+    path = out / "checkpoints" / "best"
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as e:
+        raise OSError(f"{path}: cannot be read ({e}); --overwrite starts anew") from e

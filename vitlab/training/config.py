@@ -6,6 +6,7 @@ Imports no torch, so that a mistyped flag is answered at once.
 import difflib
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
@@ -16,36 +17,52 @@ import tyro
 UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "hour": 3600, "hours": 3600}
 
 
+def _shown(metavar: str, name: str | None = None) -> Any:
+    """How `--help` shows an option that is automatic by default."""
+    return tyro.conf.arg(metavar=metavar, name=name, help_behavior_hint="")
+
+
+Text = Annotated[str | None, _shown("TEXT")]
+Whole = Annotated[int | None, _shown("INT")]
+Number = Annotated[float | None, _shown("FLOAT")]
+Start = Annotated[str | None, _shown("BUNDLE", "from")]
+Size = Annotated[tuple[int, ...] | None, _shown("H [W]")]
+Pool = Annotated[Literal["token", "mean"] | None, _shown("{token,mean}")]
+Area = Annotated[tuple[float, float] | None, tyro.conf.arg(metavar="LEAST MOST")]
+RandAugment = Annotated[tuple[int, int] | None, _shown("N MAGNITUDE")]
+Precision = Annotated[Literal["float32", "bf16"] | None, _shown("{float32,bf16}")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Options of a training run. None means: chosen automatically, and printed."""
 
-    model: str | None = None  # name of the model, see `vitlab models`
-    from_: Annotated[str | None, tyro.conf.arg(name="from")] = None  # bundle to start from
-    out: str | None = None  # folder of the run; the same command resumes it
+    model: Text = None  # name of the model, see `vitlab models`
+    from_: Start = None  # bundle to start from
+    out: Text = None  # folder of the run; the same command resumes it
 
     # the model, where it differs from its name's
-    size: tuple[int, ...] | None = None  # image size H W in pixels, or one number
-    patch: int | None = None  # P, patch size in pixels
-    width: int | None = None  # D
-    depth: int | None = None  # L
-    heads: int | None = None  # k
-    mlp_width: int | None = None  # hidden size of the MLP
-    pool: Literal["token", "mean"] | None = None  # representation: class token or patch mean
-    dropout: float | None = None  # after E_pos and dense layers
-    drop_path: float | None = None  # stochastic depth of the last block
+    size: Size = None  # image size H W in pixels, or one number
+    patch: Whole = None  # P, patch size in pixels
+    width: Whole = None  # D
+    depth: Whole = None  # L
+    heads: Whole = None  # k
+    mlp_width: Whole = None  # hidden size of the MLP
+    pool: Pool = None  # representation: class token or patch mean
+    dropout: Number = None  # after E_pos and dense layers
+    drop_path: Number = None  # stochastic depth of the last block
 
     # how long: at most one of these (default: 30 epochs, 10 when starting from a bundle)
-    epochs: float | None = None  # passes over the training part
-    steps: int | None = None  # optimizer steps
-    images: int | None = None  # pictures seen
-    budget: str | None = None  # time, as 90s, 3min or 2h: steps are planned from measured speed
+    epochs: Number = None  # passes over the training part
+    steps: Whole = None  # optimizer steps
+    images: Whole = None  # pictures seen
+    budget: Text = None  # time, as 90s, 3min or 2h: steps are planned from measured speed
 
     # optimisation
     batch: int = 64  # pictures a step
     accumulate: int = 1  # parts a batch is cut into, to save memory; the result is the same
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd has momentum 0.9
-    lr: float | None = None  # peak rate (adamw 1e-3, sgd 0.03; a tenth of it with --from)
+    lr: Number = None  # peak rate (adamw 1e-3, sgd 0.03; a tenth of it with --from)
     schedule: Literal["cosine", "linear"] = "cosine"  # decay after the warm-up
     lr_end: float = 0.0  # rate at the end of the decay
     warmup: float = 0.05  # steps of linear warm-up; below 1: share of all steps
@@ -56,9 +73,9 @@ class TrainConfig:
     select: Literal["last", "top1", "loss"] = "last"  # weights kept: last, or best on validation
 
     # augmentation
-    crop: tuple[float, float] | None = (0.35, 1.0)  # area of the random resized crop; none: whole
+    crop: Area = (0.35, 1.0)  # area of the random resized crop; none: whole
     flip: bool = True  # mirror half of the pictures
-    randaugment: tuple[int, int] | None = None  # operations a picture, magnitude 0 to 30
+    randaugment: RandAugment = None  # operations a picture, magnitude 0 to 30
     erase: float = 0.0  # probability of random erasing
     mixup: float = 0.0  # Beta parameter; 0: off
     cutmix: float = 0.0  # Beta parameter; 0: off
@@ -68,16 +85,21 @@ class TrainConfig:
     strict: bool = False  # end the run at the first unreadable file instead of skipping it
 
     # machine
-    device: str | None = None  # cuda, mps or cpu
-    precision: Literal["float32", "bf16"] | None = None  # arithmetic of the forward pass
+    device: Text = None  # cuda, mps or cpu
+    precision: Precision = None  # arithmetic of the forward pass
     compile: bool = False  # torch.compile; needs a C++ compiler, gives up bit-exact resuming
-    threads: int | None = None  # CPU threads of this process
-    workers: int | None = None  # processes that decode; they do not change the result
+    threads: Whole = None  # CPU threads of this process
+    workers: Whole = None  # processes that decode; they do not change the result
     seed: int = 0  # of initial weights, order, augmentation and dropout
     save_every: str = "5min"  # time between checkpoints
     overwrite: bool = False  # start anew where a run exists
 
     def __post_init__(self) -> None:
+        for name in ("out", "from_"):  # a Path will do
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        if isinstance(self.size, int):
+            object.__setattr__(self, "size", (self.size,))
         lengths = [
             n for n in ("epochs", "steps", "images", "budget") if getattr(self, n) is not None
         ]
@@ -86,7 +108,8 @@ class TrainConfig:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                bound = f"at least {low:g}" if high == _MAX else f"between {low:g} and {high:g}"
+                bound = f"at least {low:g}" if high >= _MAX else f"between {low:g} and {high:g}"
+                bound = "above 0" if low == _TINY else bound
                 raise ValueError(f"--{name.replace('_', '-')} must be {bound}, not {value:g}")
         if self.size is not None and len(self.size) not in (1, 2):
             raise ValueError(f"--size takes one number or two (H W), not {len(self.size)}")
@@ -96,14 +119,21 @@ class TrainConfig:
             )
         if self.crop is not None and not 0 < self.crop[0] <= self.crop[1] <= 1:
             raise ValueError(f"--crop must be two shares of the area, rising, not {self.crop}")
+        if self.randaugment is not None and not (
+            self.randaugment[0] >= 1 and 0 <= self.randaugment[1] <= 30
+        ):
+            raise ValueError(
+                "--randaugment must be a count from 1 and a magnitude from 0 to 30,"
+                f" not {self.randaugment}"
+            )
         if self.budget is not None:
             seconds(self.budget)
         seconds(self.save_every)
 
 
-_MAX = float("inf")
+_MAX, _TINY = sys.float_info.max, sys.float_info.min  # so that infinity is refused, and zero
 _RANGES = [  # field, least, most
-    ("epochs", 1e-9, _MAX), ("steps", 1, _MAX), ("images", 1, _MAX), ("batch", 1, _MAX),
+    ("epochs", _TINY, _MAX), ("steps", 1, _MAX), ("images", 1, _MAX), ("batch", 1, _MAX),
     ("accumulate", 1, _MAX), ("lr", 0, _MAX), ("lr_end", 0, _MAX), ("warmup", 0, _MAX),
     ("weight_decay", 0, _MAX), ("clip", 0, _MAX), ("ema", 0, 1), ("label_smoothing", 0, 1),
     ("erase", 0, 1), ("mixup", 0, _MAX), ("cutmix", 0, _MAX), ("held_out", 0, 0.9),
@@ -134,7 +164,7 @@ def from_dict(values: Mapping[str, Any], where: str = "configuration") -> TrainC
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0)[0]
             raise ValueError(f"{where}: unknown key {key!r}: did you mean {near}?")
         try:
-            converted[known[key]] = _convert(value, hints[known[key]])
+            converted[known[key]] = convert(value, hints[known[key]])
         except (TypeError, ValueError) as e:
             raise ValueError(f"{where}: {key}: {e}") from None
     return TrainConfig(**converted)
@@ -146,8 +176,11 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-def _convert(value: Any, kind: Any) -> Any:
-    """A plain value as the type of its field."""
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """A plain value, or text, as the type of a field. Raises ValueError saying what it must be."""
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if value is None:
         if NoneType in options:
@@ -163,17 +196,18 @@ def _convert(value: Any, kind: Any) -> Any:
         parts = value if isinstance(value, (list, tuple)) else [value]
         expected = [a for a in get_args(kind) if a is not ...]
         if ... not in get_args(kind) and len(parts) != len(expected):
-            raise ValueError(f"needs {len(expected)} values, not {value!r}")
-        return tuple(_convert(v, item) for v in parts)
+            raise ValueError(f"needs {len(expected)} values, not {', '.join(map(repr, parts))}")
+        return tuple(convert(v, item) for v in parts)
+    wrong = ValueError(f"must be {_WORDS[kind]}, not {value!r}")
     if kind is bool or isinstance(value, bool):
         if kind is bool and isinstance(value, bool):
             return value
-        raise ValueError(f"expected {kind.__name__}, not {value!r}")
+        raise wrong
     if kind is str and not isinstance(value, (str, os.PathLike)):
-        raise ValueError(f"expected text, not {value!r}")
-    if kind is int and isinstance(value, float) and value != int(value):
-        raise ValueError(f"expected a whole number, not {value!r}")
+        raise wrong
+    if kind is int and isinstance(value, float) and not value.is_integer():
+        raise wrong
     try:
-        return kind(value)
+        return os.fspath(value) if kind is str else kind(value)
     except (TypeError, ValueError):
-        raise ValueError(f"expected {kind.__name__}, not {value!r}") from None
+        raise wrong from None

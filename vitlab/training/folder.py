@@ -27,35 +27,52 @@ FREE = {"out", "overwrite", "workers", "save_every"}  # options that do not chan
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
     """Make the folder and hold it, so that one run at a time writes there."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: is a file")
-    out.mkdir(parents=True, exist_ok=True)
-    handle = os.open(out, os.O_RDONLY)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as e:
+        why = "is a file" if out.is_file() else (e.strerror or str(e)).lower()
+        raise ValueError(f"--out {out}: {why}; choose another folder") from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"--out {out}: another run is writing there") from None
-        yield
+        except OSError:
+            pass  # a file system without locks
+        try:
+            if not os.access(out, os.W_OK):
+                raise ValueError(f"--out {out}: cannot be written to; choose another folder")
+            yield
+        finally:
+            with suppress(OSError):  # what was refused before the first file leaves nothing behind
+                out.rmdir()
     finally:
         os.close(handle)
-        with suppress(OSError):  # what was refused before the first file leaves nothing behind
-            out.rmdir()
 
 
 def recorded(out: Path, config: TrainConfig) -> dict[str, Any] | None:
-    """run.yaml of the run to resume; refuses another run's folder, naming what differs."""
+    """run.yaml of the run to resume; refuses a folder of anything else, naming what differs.
+
+    With --overwrite nothing is resumed, but only a run is ever overwritten.
+    """
     path = out / "run.yaml"
     if not path.exists():
-        if (out / "config.json").exists():
-            raise ValueError(f"--out {out}: holds a bundle that is no run; choose another folder")
+        others = [p.name for p in out.iterdir() if not p.name.startswith(".")]
+        if others:
+            what = "a bundle that is no run" if "config.json" in others else "other files"
+            raise ValueError(f"--out {out}: holds {what} ({min(others)}); choose another folder")
+        return None
+    if config.overwrite:
         return None
     try:
-        record = yaml.safe_load(path.read_text(encoding="utf-8"))
-        asked = configs.to_dict(configs.from_dict(record["asked"], str(path)))
+        record = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+        asked = configs.to_dict(configs.from_dict(dict(record["asked"]), str(path)))
         Plan(**record["plan"])
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as e:
-        raise ValueError(f"{path}: damaged ({e}); --overwrite starts anew") from e
+        began_with = str(record["torch"]), str(record["data"])
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, ValueError) as e:
+        why = " ".join(str(e).split())
+        raise ValueError(f"{path}: damaged ({why}); --overwrite starts anew") from e
     now = configs.to_dict(config)
     changed = [
         f"{key} was {asked[key]}, now {now[key]}"
@@ -66,38 +83,58 @@ def recorded(out: Path, config: TrainConfig) -> dict[str, Any] | None:
             f"--out {out}: holds a run with other options ({'; '.join(changed)}); give the same,"
             " another folder, or --overwrite"
         )
-    return dict(record)
+    if began_with[0] != _torch():
+        log.warning("the run began with torch %s, this is %s: last bits may differ",
+                    began_with[0], _torch())  # fmt: skip
+    return record
+
+
+def refuse_inside(out: Path, spec: str) -> None:
+    """A run among class folders would be taken for one of them; beside train/ it may stand."""
+    photos = Path(spec).expanduser().resolve()
+    inside = photos.is_dir() and photos in out.resolve().parents
+    if inside and not any(
+        p.is_dir() and p.name.lower().startswith("train") for p in photos.iterdir()
+    ):
+        raise ValueError(f"--out {out}: lies among the class folders of {spec}")
 
 
 def write_record(out: Path, config: TrainConfig, job: Job, fingerprint: str) -> None:
+    """run.yaml: what was asked, and all that was chosen for it."""
     record = {
         "asked": configs.to_dict(config),
         "plan": asdict(job.plan),
-        "model": _plain(asdict(job.model.config)),
-        "preprocess": _plain(asdict(job.preprocess)),
+        "model": asdict(job.model.config),
+        "preprocess": asdict(job.preprocess),
         "data": fingerprint,
-        "torch": torch.__version__.partition("+")[0],
+        "torch": _torch(),
     }
     write_text(out / "run.yaml", yaml.safe_dump(record, sort_keys=False))
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+def _torch() -> str:
+    return torch.__version__.partition("+")[0]
 
 
 def clear(out: Path) -> None:
-    """Remove an older run; config.json first, so that what is left is never taken for whole."""
-    for name in ("config.json", "run.yaml", "model.safetensors", "metrics.jsonl", "skipped.csv",
-                 "report.html", "README.md"):  # fmt: skip
-        (out / name).unlink(missing_ok=True)
+    """Remove an older run.
+
+    config.json goes first, so that what is left is never taken for whole; run.yaml last, so that
+    it is still known as a run.
+    """
+    (out / "config.json").unlink(missing_ok=True)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    for name in ("model.safetensors", "metrics.jsonl", "metrics.json", "skipped.csv",
+                 "report.html", "README.md", "run.yaml"):  # fmt: skip
+        (out / name).unlink(missing_ok=True)
 
 
 def write_skipped(out: Path, unreadable: dict[str, str]) -> None:
+    """skipped.csv: unreadable pictures and why, sorted by name."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["file", "reason"])
     writer.writerows(sorted(unreadable.items()))
     write_text(out / "skipped.csv", text.getvalue())
     if unreadable:
-        log.warning("%d files skipped, see %s", len(unreadable), out / "skipped.csv")
+        log.warning("%d skipped as unreadable, see %s", len(unreadable), out / "skipped.csv")

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import signal
 import threading
 import time
@@ -24,11 +23,12 @@ from vitlab.data.loader import Batch
 from vitlab.data.preprocess import Preprocess, normalise
 from vitlab.data.sources import Source
 from vitlab.evaluation.scoring import Scores, score
-from vitlab.models.vit import ViT
+from vitlab.models.zoo import Model
 from vitlab.training import checkpoint
 from vitlab.training.config import TrainConfig, seconds
 from vitlab.training.optim import Average, clip_gradients, learning_rate
 from vitlab.training.progress import Progress
+from vitlab.weights.bundle import written
 
 log = logging.getLogger("vitlab")
 POINTS = 200  # lines of training loss in metrics.jsonl over a whole run
@@ -64,7 +64,7 @@ class Job:
 
     config: TrainConfig
     plan: Plan
-    model: ViT  # on its device
+    model: Model  # on its device
     optimizer: torch.optim.Optimizer
     average: Average | None
     train: Source
@@ -91,7 +91,7 @@ def run(job: Job, out: Path, unreadable: dict[str, str]) -> tuple[Scores | None,
     `unreadable` names pictures already known to be unreadable, and why. Returns the scores of
     the weights that are kept (None without validation pictures) and all unreadable pictures;
     the model holds these weights afterwards. Raises Stopped, after saving, on SIGINT or SIGTERM;
-    FloatingPointError when the loss is no longer finite.
+    FloatingPointError when the loss is no longer finite; MemoryError when memory runs out.
     """
     state = _resume(job, out)
     state.skipped |= unreadable
@@ -118,7 +118,8 @@ def run(job: Job, out: Path, unreadable: dict[str, str]) -> tuple[Scores | None,
                 batch = next(stream)
                 progress.waited(time.monotonic() - waited)
                 state.skipped |= {job.train.id(row): why for row, why in batch.skipped}
-                loss, norm = update(job, forward, batch, step)
+                with out_of_memory(job):
+                    loss, norm = update(job, forward, batch, step)
                 state.step += 1
                 state.loss_sum += loss
                 state.loss_steps += 1
@@ -137,6 +138,7 @@ def run(job: Job, out: Path, unreadable: dict[str, str]) -> tuple[Scores | None,
 
 
 def batches(job: Job, start: int, stop: int) -> Iterator[Batch]:
+    """The job's training batches of steps start ... stop - 1."""
     c = job.config
     augment = Augment(crop=c.crop, flip=c.flip, randaugment=c.randaugment, erase=c.erase)
     return loader.train_batches(
@@ -168,20 +170,20 @@ def update(
     rate = learning_rate(
         step, plan.steps, peak=plan.lr, warmup=plan.warmup_steps, schedule=c.schedule, end=c.lr_end
     )
-    mean = float(total)
-    if not math.isfinite(mean):
+    mean, norm = float(total), float(clip_gradients(job.model.parameters(), c.clip))
+    if not (math.isfinite(mean) and math.isfinite(norm)):
         raise FloatingPointError(
-            f"step {step}: the loss is {mean} (learning rate {rate:.3g}); the last checkpoint is"
-            " intact; a lower --lr or a longer --warmup usually helps"
+            f"step {step}: loss {mean:.4g}, norm of the gradient {norm:.4g}, learning rate"
+            f" {rate:.3g}; older checkpoints are intact; a lower --lr or a longer --warmup may"
+            " help, with --overwrite"
         )
-    norm = clip_gradients(job.model.parameters(), c.clip)
     for group in job.optimizer.param_groups:
         group["lr"] = rate
     job.optimizer.step()
     job.optimizer.zero_grad()
     if job.average:
         job.average.update(job.model)
-    return mean, float(norm)
+    return mean, norm
 
 
 def _resume(job: Job, out: Path) -> State:
@@ -193,12 +195,13 @@ def _resume(job: Job, out: Path) -> State:
         checkpoint.restore(tensors, saved, job.model, job.optimizer, job.average)
         state = State(**{k: saved[k] for k in State.__dataclass_fields__})
         log.info("resuming at step %d of %d", state.step, job.plan.steps)
+    for stray in (*out.glob(".*.part"), *out.glob("checkpoints/.*.part")):
+        stray.unlink()  # of a process killed while it wrote
     # Lines that were written after the checkpoint are written again by the steps that follow.
     path = out / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)[: state.lines] if path.exists() else []
-    aside = path.with_suffix(".part")
-    aside.write_bytes(b"".join(lines))
-    os.replace(aside, path)
+    with written(path) as aside:
+        aside.write_bytes(b"".join(lines))
     return state
 
 
@@ -209,8 +212,12 @@ def _save(job: Job, state: State, out: Path) -> None:
 
 
 def _write_line(state: State, out: Path, line: dict[str, Any]) -> None:
-    with open(out / "metrics.jsonl", "a", encoding="utf-8") as f:
-        f.write(json.dumps(line) + "\n")
+    path = out / "metrics.jsonl"
+    try:
+        with open(path, "a", encoding="utf-8") as f:
+            f.write(json.dumps(line) + "\n")
+    except OSError as e:
+        raise OSError(f"{path}: could not be written ({e.strerror})") from e
     state.lines += 1
 
 
@@ -220,6 +227,7 @@ def _log_train(job: Job, state: State, out: Path, norm: float, progress: Progres
         "kind": "train", "step": state.step, "epoch": _epoch(job, state),
         "loss": state.loss_sum / state.loss_steps, "lr": rate, "grad_norm": norm,
         "images_per_second": round(progress.rate, 1), "seconds": round(progress.elapsed, 1),
+        "waiting": round(progress.waiting_share, 3),
     })  # fmt: skip
     state.loss_sum, state.loss_steps = 0.0, 0
 
@@ -268,10 +276,12 @@ def _score(job: Job, received: list[int], tick: Any) -> Scores:
             raise Stopped(received[0])
         tick(n)
 
-    return score(
-        job.model, job.preprocess, job.val, batch=job.config.batch, workers=job.plan.workers,
-        precision=torch.bfloat16 if job.plan.precision == "bf16" else torch.float32, tick=count,
-    )  # fmt: skip
+    precision = torch.bfloat16 if job.plan.precision == "bf16" else torch.float32
+    with out_of_memory(job):
+        return score(
+            job.model, job.preprocess, job.val, batch=job.config.batch, workers=job.plan.workers,
+            precision=precision, tick=count,
+        )  # fmt: skip
 
 
 def _kept_tensors(job: Job) -> dict[str, torch.Tensor]:
@@ -287,6 +297,24 @@ def _weights(job: Job, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         job.model.load_state_dict(own)
+
+
+@contextmanager
+def out_of_memory(job: Job) -> Iterator[None]:
+    """Memory that ran out, as one line with what would help."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:
+        if not isinstance(e, (torch.OutOfMemoryError, MemoryError)) and (
+            "can't allocate memory" not in str(e)  # the CPU has no error class of its own
+        ):
+            raise
+        c, (h, w) = job.config, job.preprocess.size
+        raise MemoryError(
+            f"out of memory: --batch {c.batch} in {c.accumulate} parts, images of {h} x {w},"
+            f" precision {job.plan.precision}; start anew with --accumulate {2 * c.accumulate}"
+            " (the same result), --precision bf16, or a smaller --batch or --size"
+        ) from e
 
 
 @contextmanager
@@ -307,4 +335,4 @@ def _signals() -> Iterator[list[int]]:
         yield received
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "max 100000", or microseconds of CPU in each period
+
 
 def cores() -> int:
     """Cores this process may use: affinity and cgroup quota, shared among local processes."""
@@ -19,9 +21,8 @@ def cores() -> int:
         count = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
         count = os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.exists():
-        limit, _, period = quota.read_text().strip().partition(" ")
+    if QUOTA.exists():
+        limit, _, period = QUOTA.read_text().strip().partition(" ")
         if limit.isdigit():
             count = min(count, max(1, int(limit) // int(period)))
     return max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -43,7 +44,10 @@ def device(asked: str | None) -> torch.device:
         raise ValueError(f"--device {asked}: must be cuda, mps or cpu")
     if not there[kind]:
         raise ValueError(f"--device {asked}: this machine or this torch has no {kind}")
-    return torch.device(asked)
+    try:
+        return torch.device(asked)
+    except RuntimeError:
+        raise ValueError(f"--device {asked}: write cuda or cuda:1") from None
 
 
 def precision(asked: str | None, where: torch.device, width: int) -> str:

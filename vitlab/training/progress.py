@@ -24,7 +24,6 @@ class Progress:
         self.began = self.spoken = time.monotonic()
         self.paused = 0.0  # seconds in evaluation
         self.waiting = 0.0  # seconds that training waited for data
-        self.loss = float("nan")
         self.bar = Bar(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
@@ -56,11 +55,16 @@ class Progress:
         """Time spent waiting for a batch: a large share means that data is the limit."""
         self.waiting += duration
 
+    @property
+    def waiting_share(self) -> float:
+        """Share of the time in training that went into waiting for data."""
+        return self.waiting / max(1e-9, self.elapsed - self.paused)
+
     def advance(self, loss: float) -> None:
         self.done += 1
-        self.loss = loss
-        share = self.waiting / max(1e-9, self.elapsed - self.paused)
-        note = f"{self.rate:,.0f} images/s, {share:.0%} waiting for data, loss {loss:.3f}"
+        note = (
+            f"{self.rate:,.0f} images/s, {self.waiting_share:.0%} waiting for data, loss {loss:.3f}"
+        )
         self.bar.update(self.task, completed=self.done, note=note)
         if self.bar.disable and time.monotonic() - self.spoken > EVERY:
             self.spoken = time.monotonic()

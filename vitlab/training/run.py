@@ -1,12 +1,10 @@
 """From a source and a configuration to a finished run: its folder is a bundle with its history."""
 
-import copy
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,15 @@ from vitlab.data.preprocess import Preprocess
 from vitlab.data.sources import Source
 from vitlab.evaluation.scoring import Scores
 from vitlab.models import zoo
-from vitlab.models.vit import ViT, ViTConfig
-from vitlab.training import config as configs
-from vitlab.training import folder, machine
+from vitlab.training import folder, machine, plans
 from vitlab.training.config import TrainConfig
-from vitlab.training.loop import EVALUATIONS, Job, Plan, batches, run, update
+from vitlab.training.loop import Job, Plan, run
 from vitlab.training.optim import Average, make_optimizer
 from vitlab.weights import bundle as bundles
 from vitlab.weights.bundle import Bundle, Card
 
 log = logging.getLogger("vitlab")
 Data = str | Source | Mapping[str, Source] | tuple[Sequence[Any], Sequence[Any]]
-PLANNING = 4.0  # seconds of trial steps that plan a --budget
-
-
 Finish = Callable[[Path, Source, Scores, dict[str, str]], None]
 
 
@@ -44,39 +37,57 @@ def train(source: Data, config: TrainConfig, finish: Finish = lambda *_: None) -
     if config.out is None:
         raise ValueError("give --out RUN, the folder of the run")
     out = Path(config.out)
-    with folder.alone(out), torch.random.fork_rng(), _threads():
-        record = None if config.overwrite else folder.recorded(out, config)
+    with folder.alone(out):
+        record = folder.recorded(out, config)
         if record and (out / "config.json").exists():
             log.info("%s: this run is finished; --overwrite starts anew", out)
             return bundles.load(out)
-        spec, parts = _open(source)
-        train_part, val_part, split = _split(spec, parts, config)
-        start = bundles.load(config.from_) if config.from_ else None
-        train_part, val_part = _match(start, train_part, val_part)
-        fingerprint = _fingerprint(train_part)
-        if record and record["data"] != fingerprint:
-            raise ValueError(f"{out}: the pictures have changed since this run began")
-        job = _prepare(config, train_part, val_part, start, record["plan"] if record else None)
-        unreadable = _unreadable(job, config.strict)
-        if not record:
-            folder.clear(out)
-            folder.write_record(out, config, job, fingerprint)
-        _tell(job)
-        scores, unreadable = run(job, out, unreadable)
-        folder.write_skipped(out, unreadable)
-        if job.val and scores:
-            finish(out, job.val, scores, unreadable)
-        held_out = val_part if val_part and split != "val" else None
-        data = {
+        where = machine.device(record["plan"]["device"] if record else config.device)
+        generators = [where] if where.type == "cuda" else []
+        with torch.random.fork_rng(generators), _threads():
+            return _train(source, config, out, record, where, finish)
+
+
+def _train(
+    source: Data, config: TrainConfig, out: Path, record: dict[str, Any] | None,
+    where: torch.device, finish: Finish,
+) -> Bundle:  # fmt: skip
+    start = _start(config, out)
+    if isinstance(source, str):
+        folder.refuse_inside(out, source)
+    spec, parts = _open(source)
+    train_part, val_part, split = _split(spec, parts, config)
+    train_part, val_part = _match(start, train_part, val_part)
+    fingerprint = _fingerprint(train_part, val_part)
+    if record and record["data"] != fingerprint:
+        raise ValueError(f"{out}: the pictures have changed since this run began; --overwrite")
+    held_out = val_part if val_part and split != "val" else None
+    card = Card(
+        source=_origin(config, start),
+        data={
             "spec": spec, "split": split, "seed": config.seed,
             "held_out_ids": [held_out.id(i) for i in range(len(held_out))] if held_out else [],
-        }  # fmt: skip
-        finished = Bundle(
-            model=job.model.to("cpu").eval(), preprocess=job.preprocess,
-            classes=train_part.classes, card=_card(config, data, start, scores),
-        )  # fmt: skip
-        bundles.save(finished, out)
-        return finished
+        },
+    )  # fmt: skip
+    job = _prepare(config, where, train_part, val_part, start, record["plan"] if record else None)
+    unreadable = _unreadable(job, config.strict)
+    if not record:
+        folder.clear(out)
+        folder.write_record(out, config, job, fingerprint)
+    plans.tell(job)
+    scores, unreadable = run(job, out, unreadable)
+    folder.write_skipped(out, unreadable)
+    if job.val and scores:
+        predicted, true = (scores.metrics.confusion.any(axis=axis).sum() for axis in (0, 1))
+        if predicted == 1 < true:
+            log.warning("every picture is taken for the same class: a lower --lr may help")
+        finish(out, job.val, scores, unreadable)
+    finished = Bundle(
+        model=job.model.to("cpu").eval(), preprocess=job.preprocess, classes=train_part.classes,
+        card=replace(card, metrics=scores.metrics.summary() if scores else {}),
+    )  # fmt: skip
+    bundles.save(finished, out)
+    return finished
 
 
 # Data ------------------------------------------------------------------------------------------
@@ -87,6 +98,8 @@ def _open(source: Data) -> tuple[str, Mapping[str, Source]]:
         return source, sources.open_spec(source)
     if isinstance(source, Source):
         return source.spec, {source.split: source}
+    if not source or not len(source[0] if isinstance(source, tuple) else source):
+        raise ValueError("no pictures to train on")
     if isinstance(source, Mapping):
         return next(iter(source.values())).spec, source
     return "arrays", {"all": sources.from_arrays(*source)}
@@ -109,6 +122,8 @@ def _split(
     if "val" in parts:
         return whole, parts["val"], "val"
     if not config.held_out:
+        if config.select != "last":
+            raise ValueError(f"--select {config.select} needs validation pictures")
         return whole, None, "none"
     train_part, val_part = sources.hold_out(whole, config.held_out, config.seed)
     return train_part, val_part, f"stratified {config.held_out:g} of train"
@@ -123,11 +138,14 @@ def _match(
     return train_part, val_part and sources.match_classes(val_part, train_part.classes)
 
 
-def _fingerprint(source: Source) -> str:
+def _fingerprint(*parts: Source | None) -> str:
     """What a resumed run must find again: the pictures' names and labels, in order."""
-    digest = hashlib.sha256("\0".join(source.classes).encode())
-    digest.update(source.ids.tobytes())
-    digest.update(source.labels.tobytes())
+    digest = hashlib.sha256()
+    for part in parts:
+        if part is not None:
+            digest.update("\0".join(part.classes).encode("utf-8", "surrogateescape"))
+            digest.update(part.ids.tobytes())
+            digest.update(part.labels.tobytes())
     return digest.hexdigest()
 
 
@@ -146,44 +164,58 @@ def _unreadable(job: Job, strict: bool) -> dict[str, str]:
 # The job ---------------------------------------------------------------------------------------
 
 
+def _start(config: TrainConfig, out: Path) -> Bundle | None:
+    """The bundle to start from; options that cannot shape a model are refused here, early."""
+    if config.from_ is None:
+        _shape(config, classes=2)
+        return None
+    if Path(config.from_).resolve() == out.resolve():
+        raise ValueError(f"--out {out}: is the bundle to start from; choose another folder")
+    fixed = ("model", "patch", "width", "depth", "heads", "mlp_width", "pool")
+    clash = [f"--{name.replace('_', '-')}" for name in fixed if getattr(config, name) is not None]
+    if clash:
+        raise ValueError(f"{', '.join(clash)} cannot change the model of --from {config.from_}")
+    return bundles.load(config.from_)
+
+
+def _origin(config: TrainConfig, start: Bundle | None) -> dict[str, Any]:
+    """Where the weights came from."""
+    if start is None or config.from_ is None:
+        return {"format": "vitlab", "sha256": None, "licence": None}
+    sha256 = bundles.sha256(Path(config.from_) / "model.safetensors")
+    return {"format": "vitlab", "sha256": sha256, "licence": start.card.source.get("licence")}
+
+
 def _prepare(
-    config: TrainConfig, train_part: Source, val_part: Source | None, start: Bundle | None,
-    recorded: dict[str, Any] | None,
+    config: TrainConfig, where: torch.device, train_part: Source, val_part: Source | None,
+    start: Bundle | None, recorded: dict[str, Any] | None,
 ) -> Job:  # fmt: skip
     """Build model and optimizer, make the automatic choices or take the recorded ones."""
-    device = machine.device(recorded["device"] if recorded else config.device)
     torch.manual_seed(config.seed)
     if start:
-        model, preprocess = _continue(config, start, len(train_part.classes), train_part)
+        model, preprocess = _continue(config, start, train_part)
     else:
-        model = ViT(_shape(config, len(train_part.classes)))
+        model = zoo.build(_shape(config, len(train_part.classes)))
         preprocess = Preprocess(size=model.config.image)
-    model.to(device)
-    job = Job(
-        config=config, model=model, preprocess=preprocess, train=train_part, val=val_part,
-        optimizer=make_optimizer(model, config.optimizer, config.weight_decay),
-        average=Average(model, config.ema) if config.ema else None,
-        plan=Plan(**recorded) if recorded else _plan(config, model, device, train_part, val_part),
-    )  # fmt: skip
+    model.to(where)
+    choice = (
+        Plan(**recorded) if recorded else plans.choose(config, model, where, train_part, val_part)
+    )
     if config.workers is not None:
-        job = replace(job, plan=replace(job.plan, workers=config.workers))
-    torch.set_num_threads(job.plan.threads)
-    if job.plan.in_memory:
-        job = replace(
-            job, train=loader.in_memory(train_part, job.plan.threads),
-            val=val_part and loader.in_memory(val_part, job.plan.threads),
-        )  # fmt: skip
-    if recorded:
-        return job
-    steps = config.steps or (_budget_steps(job) if config.budget else _epoch_steps(job))
-    warmup = round(config.warmup * steps if config.warmup < 1 else config.warmup)
-    epochs = steps * config.batch / len(train_part)
-    every = max(1, round(epochs / EVALUATIONS)) * len(train_part) / config.batch
-    plan = replace(job.plan, steps=steps, warmup_steps=warmup, eval_every=max(1, round(every)))
-    return replace(job, plan=plan)
+        choice = replace(choice, workers=config.workers)
+    torch.set_num_threads(choice.threads)
+    if choice.in_memory:
+        train_part = loader.in_memory(train_part, choice.threads)
+        val_part = val_part and loader.in_memory(val_part, choice.threads)
+    job = Job(
+        config=config, plan=choice, model=model, preprocess=preprocess, train=train_part,
+        val=val_part, optimizer=make_optimizer(model, config.optimizer, config.weight_decay),
+        average=Average(model, config.ema) if config.ema else None,
+    )  # fmt: skip
+    return job if recorded else plans.length(job)
 
 
-def _shape(config: TrainConfig, classes: int) -> ViTConfig:
+def _shape(config: TrainConfig, classes: int) -> zoo.Config:
     """The shape of a model trained from scratch."""
     if config.model is None:
         raise ValueError("give --model NAME (see `vitlab models`) or --from BUNDLE")
@@ -199,102 +231,26 @@ def _size(config: TrainConfig) -> tuple[int, int] | None:
     return None if config.size is None else (config.size[0], config.size[-1])
 
 
-def _continue(
-    config: TrainConfig, start: Bundle, classes: int, source: Source
-) -> tuple[ViT, Preprocess]:
+def _continue(config: TrainConfig, start: Bundle, source: Source) -> tuple[zoo.Model, Preprocess]:
     """A bundle's model at another size, with a new zero head where the classes are others."""
-    fixed = ("model", "patch", "width", "depth", "heads", "mlp_width", "pool")
-    clash = [f"--{name.replace('_', '-')}" for name in fixed if getattr(config, name) is not None]
-    if clash:
-        raise ValueError(f"{', '.join(clash)} cannot change the model of --from {config.from_}")
-    kept = source.classes == start.classes
-    shape = replace(
-        start.model.config, classes=classes,
-        head_hidden=start.model.config.head_hidden if kept else 0,  # the whole head goes (B.1.1)
-        dropout=start.model.config.dropout if config.dropout is None else config.dropout,
-        drop_path=start.model.config.drop_path if config.drop_path is None else config.drop_path,
-    )  # fmt: skip
-    model = ViT(shape)
+    shape: dict[str, Any] = {"classes": len(source.classes)}
     tensors = start.model.state_dict()
-    if not kept:
+    if source.classes != start.classes:
+        shape["head_hidden"] = 0  # the whole head goes (B.1.1)
         tensors = {k: v for k, v in tensors.items() if not k.startswith(("head.", "hidden."))}
-        log.info("%d new classes: the head starts anew, at zero", classes)
+        log.info("%d new classes: the head starts anew, at zero", len(source.classes))
+    shape |= {"dropout": config.dropout, "drop_path": config.drop_path}
+    old = start.model.config
+    known = {f.name for f in fields(old)}
+    model = zoo.build(
+        replace(old, **{k: v for k, v in shape.items() if v is not None and k in known})
+    )
     model.load_state_dict({**model.state_dict(), **tensors})
-    size = _size(config) or start.model.config.image
-    if size != start.model.config.image:
-        log.info(
-            "position table: grid %s -> %s", start.model.config.grid, model.resize(size).config.grid
-        )
+    size = _size(config) or old.image
+    if size != old.image:
+        model.resize(size)
+        log.info("images of %d x %d instead of %d x %d: positions resampled", *size, *old.image)
     return model, replace(start.preprocess, size=size)
-
-
-def _plan(
-    config: TrainConfig, model: ViT, device: torch.device, train_part: Source,
-    val_part: Source | None,
-) -> Plan:  # fmt: skip
-    cores = machine.cores()
-    together = [part for part in (train_part, val_part) if part is not None]
-    in_memory = all(map(loader.fits_memory, together))
-    lr = {"adamw": 1e-3, "sgd": 0.03}[config.optimizer] * (0.1 if config.from_ else 1.0)
-    return Plan(
-        device=str(device),
-        precision=machine.precision(config.precision, device, model.config.width),
-        threads=config.threads or torch.get_num_threads(),
-        workers=0 if in_memory else max(1, cores - (device.type == "cpu")),
-        in_memory=in_memory,
-        lr=lr if config.lr is None else config.lr,
-        steps=0, warmup_steps=0, eval_every=0,
-    )  # fmt: skip
-
-
-def _epoch_steps(job: Job) -> int:
-    c = job.config
-    default = 10 if c.from_ else 30
-    images = c.images or (default if c.epochs is None else c.epochs) * len(job.train)
-    return max(1, round(images / c.batch))
-
-
-def _budget_steps(job: Job) -> int:
-    """Steps that fit --budget, from the speed of trial steps on a copy of the model."""
-    budget = configs.seconds(job.config.budget or "")
-    model = copy.deepcopy(job.model)
-    trial = replace(
-        job, model=model, plan=replace(job.plan, steps=1),
-        optimizer=make_optimizer(model, job.config.optimizer, job.config.weight_decay),
-        average=Average(model, job.config.ema) if job.average else None,
-    )  # fmt: skip
-    stream = batches(trial, start=0, stop=10**9)
-    forward = torch.compile(model) if job.config.compile else model
-    for step in range(2):  # warming up: allocation, compilation, the first batches
-        update(trial, forward, next(stream), step)
-    durations: list[float] = []
-    began = time.perf_counter()
-    while len(durations) < 3 or time.perf_counter() - began < min(PLANNING, budget / 10):
-        before = time.perf_counter()
-        update(trial, forward, next(stream), 2 + len(durations))
-        durations.append(time.perf_counter() - before)
-    step_time = sum(durations) / len(durations)
-    # A pass over the validation part costs a third of training on as many pictures.
-    share = len(job.val) / len(job.train) / 3 * (2 if job.average else 1) if job.val else 0.0
-    steps = round(budget / step_time / (1 + share))
-    log.info("budget %s: %.1f images/s, %d steps", job.config.budget,
-             job.config.batch / step_time, steps)  # fmt: skip
-    return max(1, steps)
-
-
-def _tell(job: Job) -> None:
-    """The automatic choices, once, resolved."""
-    model, plan = job.model, job.plan
-    parameters = sum(p.numel() for p in model.parameters())
-    h, w = model.config.grid
-    log.info(
-        "%s parameters, %d x %d patches, %d classes, %s training pictures, %s validation",
-        f"{parameters:,}", h, w, len(job.train.classes), f"{len(job.train):,}",
-        f"{len(job.val):,}" if job.val else "no",
-    )  # fmt: skip
-    if h * w < 16:
-        log.warning("only %d patches an image: a smaller --patch or larger --size sees more", h * w)
-    log.info("%s", ", ".join(f"{k} {v}" for k, v in asdict(plan).items()))
 
 
 @contextmanager
@@ -305,13 +261,3 @@ def _threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _card(
-    config: TrainConfig, data: dict[str, Any], start: Bundle | None, scores: Scores | None
-) -> Card:
-    source = {"format": "vitlab", "sha256": None, "licence": None}
-    if start and config.from_:
-        source["sha256"] = bundles.sha256(Path(config.from_) / "model.safetensors")
-        source["licence"] = start.card.source.get("licence")
-    return Card(source=source, data=data, metrics=scores.metrics.summary() if scores else {})

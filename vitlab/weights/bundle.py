@@ -4,17 +4,22 @@ import difflib
 import fnmatch
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from vitlab.data.preprocess import Preprocess
-from vitlab.models.vit import ViT, ViTConfig
+from vitlab.models import zoo
+from vitlab.models.vit import ViTConfig
 from vitlab.weights.predictor import Prediction, predict
 
 VERSION = 1
@@ -35,7 +40,7 @@ class Card:
 class Bundle:
     """A model with its preprocessing, class names and card."""
 
-    model: ViT
+    model: zoo.Model
     preprocess: Preprocess
     classes: tuple[str, ...]  # names of the outputs; empty for a model without head
     card: Card = Card()
@@ -46,9 +51,9 @@ class Bundle:
 
 
 def save(bundle: Bundle, path: str | os.PathLike[str], format: str = "vitlab") -> None:
-    """Write a bundle's files into a folder; each is written aside and renamed.
+    """Write a bundle's files into a folder: all of them, or what was there stays.
 
-    Raises ValueError for a format that is not known.
+    Raises ValueError for a format that is not known, OSError if the disk refuses.
     """
     if format != "vitlab":
         raise ValueError(f"unknown format {format!r}: only vitlab is known")
@@ -58,33 +63,57 @@ def save(bundle: Bundle, path: str | os.PathLike[str], format: str = "vitlab") -
         k: v.detach().to("cpu", copy=True).contiguous()
         for k, v in bundle.model.state_dict().items()
     }
-    aside = folder / ".model.safetensors.part"
-    save_file(tensors, aside, metadata={"format": "pt"})
-    _settle(aside, folder / "model.safetensors")
-    write_text(folder / "README.md", model_card(bundle))
-    # Last, so that a folder with a config.json is a whole bundle.
-    write_text(folder / "config.json", json.dumps(_config(bundle), indent=2) + "\n")
+    config = folder / "config.json"
+    # Renamed from the last to the first: a folder with a config.json is a whole bundle.
+    with (
+        written(config) as config_aside,
+        written(folder / "README.md") as readme_aside,
+        written(folder / "model.safetensors") as model_aside,
+    ):
+        config_aside.write_text(json.dumps(_config(bundle), indent=2) + "\n", encoding="utf-8")
+        readme_aside.write_text(model_card(bundle), encoding="utf-8")
+        save_file(tensors, model_aside, metadata={"format": "pt"})
+        config.unlink(missing_ok=True)
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Where to write instead of `path`: once whole it is flushed and renamed, else removed.
+
+    Raises OSError naming `path` if the disk refuses; what was there is intact.
+    """
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        aside.touch()
+        mode = aside.stat().st_mode  # what the user's umask gives; safetensors would give 0600
+        yield aside
+        with open(aside, "rb+") as f:
+            os.fsync(f.fileno())
+        aside.chmod(mode)
+        os.replace(aside, path)
+    except BaseException as e:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        if isinstance(e, SafetensorError) or (isinstance(e, OSError) and e.strerror):
+            why = getattr(e, "strerror", None) or str(e)
+            raise OSError(f"{path}: could not be written ({why})") from e
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file aside, flush it to the disk and rename it: all of it or nothing."""
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_text(text, encoding="utf-8")
-    _settle(aside, path)
-
-
-def _settle(aside: Path, path: Path) -> None:
-    with open(aside, "rb+") as f:
-        os.fsync(f.fileno())
-    os.replace(aside, path)
+    """Write a file: all of it, or what was there stays."""
+    with written(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def _config(bundle: Bundle) -> dict[str, Any]:
+    config = bundle.model.config
+    family = next(name for name, (kind, _) in zoo.FAMILIES.items() if kind is type(config))
     return {
         "format": "vitlab",
         "version": VERSION,
         "task": bundle.card.task,
-        "model": {"family": "vit", **asdict(bundle.model.config)},
+        "model": {"family": family, **asdict(config)},
         "preprocess": asdict(bundle.preprocess),
         "classes": list(bundle.classes),
         **{k: v for k, v in asdict(bundle.card).items() if k != "task"},
@@ -107,24 +136,37 @@ def load(path_or_name: str | os.PathLike[str], drop: Iterable[str] = ()) -> Bund
     config = _read_config(folder / "config.json")
     try:
         shape = dict(config["model"])
-        family = shape.pop("family", None)
-        if family != "vit":
+        family = shape.pop("family")
+        if family not in zoo.FAMILIES:
             raise ValueError(f"model family {family!r} is not known")
-        _refuse_unknown(shape, ViTConfig)
-        _refuse_unknown(config["preprocess"], Preprocess)
-        model = ViT(ViTConfig(**shape))
+        kind, _ = zoo.FAMILIES[family]
+        _check(shape, kind)
+        _check(config["preprocess"], Preprocess)
+        with torch.device("meta"):  # names and shapes alone, of whatever size
+            model = zoo.build(kind(**shape))
         preprocess = Preprocess(**config["preprocess"])
-        classes = tuple(map(str, config["classes"]))
+        classes = config["classes"]
+        if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
+            raise ValueError("classes is no list of names")
         card = Card(**{f.name: config[f.name] for f in fields(Card) if f.name in config})
+        for name in ("source", "data", "metrics"):
+            if not isinstance(getattr(card, name), dict):
+                raise ValueError(f"{name} is no mapping")
         if len(classes) != model.config.classes:
             raise ValueError(f"{len(classes)} class names for {model.config.classes} outputs")
+        if len(set(classes)) != len(classes):
+            raise ValueError("a class name occurs twice")
         if preprocess.size != model.config.image:
             raise ValueError(f"preprocess size {preprocess.size}, model {model.config.image}")
-    except (KeyError, TypeError, ValueError) as e:
-        reason = f"{e} is missing" if isinstance(e, KeyError) else str(e)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+        reason = f"{e} is missing" if isinstance(e, KeyError) else str(e).partition("\n")[0]
         raise ValueError(f"{folder / 'config.json'}: {reason}") from e
-    _read_tensors(model, folder / "model.safetensors", tuple(drop))
-    return Bundle(model=model.eval(), preprocess=preprocess, classes=classes, card=card)
+    tensors = _read_tensors(model, folder / "model.safetensors", tuple(drop))
+    if len(tensors) < len(model.state_dict()):  # what was dropped keeps its initial values
+        model = zoo.build(model.config)
+        tensors = {**model.state_dict(), **tensors}
+    model.load_state_dict(tensors, assign=True)
+    return Bundle(model=model.eval(), preprocess=preprocess, classes=tuple(classes), card=card)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -139,29 +181,37 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _refuse_unknown(values: dict[str, Any], kind: type) -> None:
-    known = [f.name for f in fields(kind)]
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+def _check(values: dict[str, Any], kind: type) -> None:
+    """Refuse keys that a configuration does not have, and numbers that are none."""
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0)[0]
             raise ValueError(f"unknown key {key!r}: did you mean {near}?")
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        if hints[key] in (int, float) and not is_number:
+            raise ValueError(f"{key} must be a number, not {value!r}")
 
 
-def _read_tensors(model: ViT, path: Path, drop: Sequence[str]) -> None:
+def _read_tensors(model: zoo.Model, path: Path, drop: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of a file, each of the name, shape and type that the model has."""
     try:
         tensors = load_file(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: is missing") from None
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{path}: damaged ({e}); restore it from where it came") from e
-    tensors = {k: v for k, v in tensors.items() if not any(fnmatch.fnmatch(k, d) for d in drop)}
-    own = model.state_dict()
-    missing = [k for k in own if k not in tensors and not any(fnmatch.fnmatch(k, d) for d in drop)]
-    extra = [k for k in tensors if k not in own]
+
+    def dropped(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in drop)
+
+    own = {k: v for k, v in model.state_dict().items() if not dropped(k)}
+    tensors = {k: v for k, v in tensors.items() if not dropped(k)}
+    missing, extra = own.keys() - tensors.keys(), tensors.keys() - own.keys()
     if missing or extra:
         raise ValueError(
-            f"{path}: does not fit its config.json (missing: {', '.join(missing[:3]) or 'none'};"
-            f" unknown: {', '.join(extra[:3]) or 'none'})"
+            f"{path}: does not fit its config.json (missing: {_some(missing)};"
+            f" unknown: {_some(extra)})"
         )
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
@@ -169,10 +219,18 @@ def _read_tensors(model: ViT, path: Path, drop: Sequence[str]) -> None:
                 f"{path}: {name} has shape {list(tensor.shape)},"
                 f" its config.json says {list(own[name].shape)}"
             )
-    model.load_state_dict({**own, **tensors})
+        if not tensor.is_floating_point():
+            raise ValueError(f"{path}: {name} holds {tensor.dtype}, not floating-point numbers")
+    # Copied: the file is only mapped into memory, at addresses that change how products round.
+    return {k: v.to(own[k].dtype, copy=True) for k, v in tensors.items()}
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:3]) or "none"
 
 
 def sha256(path: Path) -> str:
+    """Of a file's bytes, in hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
@@ -184,10 +242,10 @@ def model_card(bundle: Bundle) -> str:
     lines = [
         "---", "library_name: vitlab", "pipeline_tag: image-classification",
         "tags: [vision-transformer, image-classification]", "---", "",
-        f"# Vision Transformer, {len(bundle.classes)} classes", "",
-        f"Width {config.width}, depth {config.depth}, {config.heads} heads, patch"
-        f" {config.patch[0]} x {config.patch[1]}, images {config.image[0]} x {config.image[1]}"
-        f" (H x W), {parameters:,} parameters.", "",
+        f"# {'Vision Transformer' if isinstance(config, ViTConfig) else 'BiT ResNet'},"
+        f" {len(bundle.classes)} classes", "",
+        f"{_describe(config)}, images {config.image[0]} x {config.image[1]} (H x W),"
+        f" {parameters:,} parameters.", "",
     ]  # fmt: skip
     if card.data.get("spec"):
         lines += [f"Trained on `{card.data['spec']}`.", ""]
@@ -200,3 +258,12 @@ def model_card(bundle: Bundle) -> str:
     shown = ", ".join(bundle.classes[:50]) + (", ..." if len(bundle.classes) > 50 else "")
     lines += [f"Classes: {shown}.", "", "```", "vitlab predict . picture.jpg", "```", ""]
     return "\n".join(lines)
+
+
+def _describe(config: zoo.Config) -> str:
+    if isinstance(config, ViTConfig):
+        return (
+            f"Width {config.width}, depth {config.depth}, {config.heads} heads, patch"
+            f" {config.patch[0]} x {config.patch[1]}"
+        )
+    return f"Width {config.width}, units {', '.join(map(str, config.layers))}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -43,7 +44,8 @@ def predict(bundle: Bundle, images: Any, *, top: int = 5, batch: int = 32) -> li
         top: how many of the best classes each entry lists (at most all of them).
         batch: pictures that go through the model at once.
 
-    Raises ValueError for a model without classes; a picture that cannot be read is an entry.
+    Raises ValueError for a model without classes; a picture that cannot be read is an entry, as is
+    a folder without pictures.
     """
     return list(stream(bundle, images, top=top, batch=batch))
 
@@ -62,18 +64,21 @@ def stream(bundle: Bundle, images: Any, *, top: int = 5, batch: int = 32) -> Ite
             try:
                 tensors.append(apply(bundle.preprocess, pixels(picture)))
             except (ValueError, OSError) as e:
-                errors[i] = str(e)
+                errors[i] = getattr(e, "strerror", None) or str(e)
         rows = iter(probabilities(bundle, torch.stack(tensors)).tolist() if tensors else [])
         for i, (name, _) in enumerate(chunk):
             if i in errors:
                 yield Prediction(file=name, error=errors[i])
             else:
-                row = next(rows)
-                best = sorted(range(len(row)), key=lambda c: -row[c])[:top]
-                ranked = tuple((bundle.classes[c], row[c]) for c in best)
-                yield Prediction(
-                    file=name, label=ranked[0][0], probability=ranked[0][1], top=ranked
-                )
+                yield _rank(name, next(rows), bundle.classes, top)
+
+
+def _rank(name: str, row: list[float], classes: tuple[str, ...], top: int) -> Prediction:
+    if not all(map(math.isfinite, row)):
+        return Prediction(file=name, error="the model's output is not finite")
+    best = sorted(range(len(row)), key=lambda c: -row[c])[:top]
+    ranked = tuple((classes[c], row[c]) for c in best)
+    return Prediction(file=name, label=ranked[0][0], probability=ranked[0][1], top=ranked)
 
 
 @torch.inference_mode()
@@ -91,6 +96,8 @@ def probabilities(bundle: Bundle, images: Tensor) -> Tensor:
 
 def pixels(picture: Any) -> np.ndarray:
     """Any one picture -> [h, w, 3] uint8."""
+    if isinstance(picture, Exception):
+        raise picture
     if isinstance(picture, (str, os.PathLike, bytes)):
         return decode.decode(picture)
     if isinstance(picture, Image.Image):
@@ -103,11 +110,10 @@ def _named(images: Any) -> Iterator[tuple[str, Any]]:
     count = 0
     for item in _each(images):
         if isinstance(item, (str, os.PathLike)):
-            path = Path(item)
-            if path.is_dir():
-                yield from ((str(p), p) for p in _pictures(path))
-            else:
-                yield str(item), item
+            found: Sequence[Any] = _pictures(Path(item)) if os.path.isdir(item) else [item]
+            yield from ((str(p), p) for p in found)
+            if not found:
+                yield str(item), ValueError("no pictures in this folder")
         else:
             yield f"image {count}", item
             count += 1
