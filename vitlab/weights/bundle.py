@@ -71,7 +71,7 @@ def save(bundle: Bundle, path: str | os.PathLike[str], format: str = "vitlab") -
         written(folder / "model.safetensors") as model_aside,
     ):
         config_aside.write_text(json.dumps(_config(bundle), indent=2) + "\n", encoding="utf-8")
-        readme_aside.write_text(model_card(bundle), encoding="utf-8")
+        readme_aside.write_bytes(_utf8(model_card(bundle)))
         save_file(tensors, model_aside, metadata={"format": "pt"})
         config.unlink(missing_ok=True)
 
@@ -103,7 +103,12 @@ def written(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Write a file: all of it, or what was there stays."""
     with written(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+        aside.write_bytes(_utf8(text))
+
+
+def _utf8(text: str) -> bytes:
+    """Names of files and classes may hold what is no text."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _config(bundle: Bundle) -> dict[str, Any]:
