@@ -29,7 +29,7 @@ class Demo:
     """Train a small Vision Transformer on the embedded sample, and show what it learned."""
 
     out: str = "runs/demo"  # folder of the run; an older demo there is replaced
-    budget: str = "150s"  # training time
+    budget: str = "170s"  # training time
     debug: bool = False  # show where an error comes from
 
 
@@ -86,8 +86,9 @@ def demo(options: Demo) -> int:
     from vitlab import runs
 
     config = TrainConfig(
-        model="vit-ti16", size=(28,), patch=7, width=96, depth=4, heads=4, mlp_width=192,
-        batch=128, lr=3e-3, crop=None, budget=options.budget, out=options.out, overwrite=True,
+        model="vit-ti16", size=(28,), patch=7, width=96, depth=4, heads=3, mlp_width=192,
+        batch=128, lr=3e-3, crop=None, held_out=0.05, budget=options.budget, out=options.out,
+        overwrite=True,
     )  # fmt: skip
     bundle = runs.train("sample", config)
     scores = runs.evaluate_into(bundle, "sample", "test", Path(options.out), batch=250)
