@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,18 @@ def test_a_file_is_in_the_way_before_the_work_begins(
     monkeypatch.setattr(scoring, "score", lambda *a, **k: pytest.fail("it began"))
     with pytest.raises(ValueError, match=r"--out .*file: is a file"):
         runs.evaluate_into(vitlab.load(trained), str(photos), None, tmp_path / "file")
+
+
+def test_names_of_files_that_are_no_text(tmp_path: Path) -> None:
+    """Bytes that are not UTF-8, in the name of a file that is skipped."""
+    photos = toys.write_folder(tmp_path / "photos")
+    try:
+        (photos / "cat" / os.fsdecode(b"c\xfft.png")).write_bytes(b"no picture")
+    except OSError:
+        pytest.skip("this file system wants UTF-8")
+    vitlab.train(str(photos), toys.config(tmp_path / "run"))
+    assert "cat/c\\udcfft.png" in (tmp_path / "run" / "skipped.csv").read_text()
+    runs.evaluate_into(vitlab.load(tmp_path / "run"), str(photos), "all", tmp_path / "scores")
 
 
 def test_mistakes_name_pictures(trained: Path, photos: Path, tmp_path: Path) -> None:

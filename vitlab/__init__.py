@@ -9,14 +9,16 @@ if TYPE_CHECKING:
     from vitlab.runs import train as train
     from vitlab.training.config import TrainConfig as TrainConfig
     from vitlab.weights.bundle import Bundle as Bundle
-    from vitlab.weights.bundle import load as load
-    from vitlab.weights.bundle import save as save
+    from vitlab.weights.formats import convert as convert
+    from vitlab.weights.formats import load as load
+    from vitlab.weights.formats import save as save
     from vitlab.weights.predictor import predict as predict
 
 _HOME = {
     "create": "vitlab.models.zoo",
-    "load": "vitlab.weights.bundle",
-    "save": "vitlab.weights.bundle",
+    "load": "vitlab.weights.formats",
+    "save": "vitlab.weights.formats",
+    "convert": "vitlab.weights.formats",
     "Bundle": "vitlab.weights.bundle",
     "train": "vitlab.runs",
     "TrainConfig": "vitlab.training.config",

@@ -1,27 +1,21 @@
 """The command line: one thin command per verb. Torch is imported only once a verb runs."""
 
-import contextlib
-import difflib
 import io
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
-from itertools import takewhile
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 import tyro
 
-from vitlab.training.config import Text, TrainConfig, Whole, convert
+from vitlab.flags import nearest, parse
+from vitlab.training.config import Text, TrainConfig, Whole
 from vitlab.training.machine import cores
-
-POSITIONAL = get_args(tyro.conf.Positional[str])[1]  # how tyro marks what has no flag
-SWITCH = {"true": True, "yes": True, "false": False, "no": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +23,13 @@ class Demo:
     """Train a small Vision Transformer on the embedded sample, and show what it learned."""
 
     out: str = "runs/demo"  # folder of the run; an older demo there is replaced
-    budget: str = "170s"  # training time
+    epochs: float = 28  # passes over the training part
     debug: bool = False  # show where an error comes from
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Names of models with parameters and multiply-accumulates."""
+    """Names of models with parameters and multiply-accumulates, and of published weights."""
 
     pattern: tyro.conf.Positional[str] = "*"  # shell pattern, such as 'vit-b*'
     json: bool = False  # one JSON object a line
@@ -82,13 +76,45 @@ class Predict:
     debug: bool = False  # show where an error comes from
 
 
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Tell what a file of weights is: format, model, grid, classes, an all-zero head."""
+
+    file: tyro.conf.Positional[str]  # weights of any public format, a bundle or run
+    json: bool = False  # everything, every tensor's shape included, as one JSON object
+    debug: bool = False  # show where an error comes from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Read weights of one format and write them in another, without loss."""
+
+    source: tyro.conf.Positional[str]  # weights of any public format, a bundle or run
+    destination: tyro.conf.Positional[str]  # a file, by its suffix, or else a folder
+    to: str  # vitlab, google, big_vision, timm, huggingface or torchvision
+    drop: Text = None  # pattern of tensors to do without, such as 'head.*'
+    heads: Whole = None  # attention heads, where the file does not say
+    json: bool = False  # print both reports as one JSON object
+    debug: bool = False  # show where an error comes from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """Upload a bundle or run to the Hugging Face hub."""
+
+    bundle: tyro.conf.Positional[str]  # folder of a bundle or run
+    repository: tyro.conf.Positional[str]  # org/name
+    private: bool = False  # do not show it to everybody
+    debug: bool = False  # show where an error comes from
+
+
 def demo(options: Demo) -> int:
     from vitlab import runs
 
     config = TrainConfig(
-        model="vit-ti16", size=(28,), patch=7, width=96, depth=4, heads=3, mlp_width=192,
-        batch=128, lr=3e-3, crop=None, held_out=0.05, budget=options.budget, out=options.out,
-        overwrite=True,
+        model="vit-ti16", size=(28,), patch=7, width=96, depth=4, heads=4, mlp_width=192,
+        batch=128, lr=3e-3, weight_decay=0.1, crop=None, mixup=0.1, cutmix=1.0, held_out=0.02,
+        epochs=options.epochs, out=options.out, overwrite=True,
     )  # fmt: skip
     bundle = runs.train("sample", config)
     scores = runs.evaluate_into(bundle, "sample", "test", Path(options.out), batch=250)
@@ -105,9 +131,11 @@ def models(options: Models) -> int:
 
     from vitlab.models.cost import macs, parameters
     from vitlab.models.zoo import MODELS
+    from vitlab.weights import public
 
     chosen = {name: c for name, c in MODELS.items() if fnmatch(name, options.pattern)}
-    if not chosen:
+    published = [p for p in public.TABLE.values() if fnmatch(p.name, options.pattern)]
+    if not chosen and not published:
         raise ValueError(f"no model matches {options.pattern!r}; `vitlab models` lists all")
     for name, config in chosen.items():
         h, w = config.image
@@ -116,6 +144,14 @@ def models(options: Models) -> int:
             print(json.dumps({"name": name, "parameters": count, "macs": cost, "image": [h, w]}))
         else:
             print(f"{name:<12} {count:>12,} parameters {cost / 1e9:>8.2f} GMACs at {h} x {w}")
+    if published and not options.json:
+        print("\npublished weights, for --from, inspect and convert:")
+    for p in published:
+        if options.json:
+            print(json.dumps(asdict(p)))
+        else:
+            score = f"top-1 {p.top1:g} % ({p.by})" if p.top1 else ""
+            print(f"{p.name}  {p.image} px, {p.classes:,} classes, {p.licence}  {score}".rstrip())
     return 0
 
 
@@ -182,12 +218,66 @@ def predict(options: Predict) -> int:
     return 1 if failed else 0
 
 
+def inspect(options: Inspect) -> int:
+    from vitlab.weights import formats
+
+    found = formats.inspect(options.file)
+    if options.json:
+        print(json.dumps(found))
+        return 1 if "reason" in found else 0
+    if "reason" in found:
+        raise ValueError(found["reason"])
+    model, classes = found["model"], found["classes"]
+    shown = {
+        "format": found["format"],
+        "sha256": found["sha256"],
+        "parameters": f"{found['parameters']:,} in {len(found['tensors'])} tensors",
+        "model": ", ".join(f"{k} {v}" for k, v in model.items() if v not in (None, 0, False)),
+        "grid": found["grid"] and "{} x {} patches".format(*found["grid"]),
+        "preprocess": ", ".join(f"{k} {v}" for k, v in found["preprocess"].items()),
+        "classes": f"{len(classes)}: {', '.join(classes[:5])}{', ...' if len(classes) > 5 else ''}",
+        "licence": found["source"].get("licence"),
+        "dropped": ", ".join(found["dropped"]),
+        "notes": "; ".join(found["notes"]),
+    }
+    for name, value in shown.items():
+        if value:
+            print(f"{name:<11} {value}")
+    return 0
+
+
+def convert(options: Convert) -> int:
+    from vitlab.weights import formats
+
+    how = {} if options.heads is None else {"heads": options.heads}
+    came, went = formats.convert(
+        options.source, options.destination, options.to, drop=options.drop or (), **how
+    )
+    if options.json:
+        print(json.dumps({"read": came.to_dict(), "written": went.to_dict()}))
+    else:
+        print(
+            "\n".join(["read", *came.lines(), f"written to {options.destination}", *went.lines()])
+        )
+    return 0
+
+
+def push(options: Push) -> int:
+    from vitlab.weights import hub
+
+    print(hub.push(Path(options.bundle), options.repository, options.private))
+    return 0
+
+
 VERBS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (Demo, demo),
     "models": (Models, models),
     "train": (Train, train),
     "evaluate": (Evaluate, evaluate),
     "predict": (Predict, predict),
+    "inspect": (Inspect, inspect),
+    "convert": (Convert, convert),
+    "push": (Push, push),
 }
 
 
@@ -196,12 +286,12 @@ def _load(options: Evaluate | Predict) -> Any:
     import torch
 
     from vitlab.training import machine
-    from vitlab.weights import bundle as bundles
+    from vitlab.weights import formats
 
     where = machine.device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    bundle = bundles.load(options.bundle)
+    bundle = formats.load(options.bundle)
     bundle.model.to(where)
     return bundle
 
@@ -221,9 +311,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = arguments.pop(0)
     try:
         if verb not in VERBS:
-            raise ValueError(f"unknown command {verb!r}: did you mean {_nearest(verb, VERBS)}?")
+            raise ValueError(f"unknown command {verb!r}: did you mean {nearest(verb, VERBS)}?")
         kind, command = VERBS[verb]
-        options = _parse(kind, verb, arguments)
+        options = parse(kind, verb, arguments)
         if options is None:  # help was shown
             return 0
         _settle(getattr(options, "threads", None))
@@ -239,87 +329,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    return difflib.get_close_matches(word, known, n=1, cutoff=0)[0]
-
-
 def _overview() -> str:
     lines = ["usage: vitlab COMMAND ...", "", "The Vision Transformer, complete.", "", "commands:"]
     for verb, (kind, _) in VERBS.items():
         lines.append(f"  {verb:<10} {(kind.__doc__ or '').splitlines()[0]}")
     return "\n".join([*lines, "", "`vitlab COMMAND --help` shows the options of one."])
-
-
-def _parse(kind: type, verb: str, arguments: list[str]) -> Any:
-    """Options from flags; None if help was asked for. Raises ValueError, in one line."""
-    if any(word in ("-h", "--help") for word in arguments):
-        with contextlib.suppress(SystemExit):
-            tyro.cli(kind, prog=f"vitlab {verb}", args=["--help"], description=kind.__doc__,
-                     config=(tyro.conf.PositionalMetavarFromFieldName,))  # fmt: skip
-        return None
-    hints = get_type_hints(kind)
-    positional = [name for name, hint in get_type_hints(kind, include_extras=True).items()
-                  if POSITIONAL in get_args(hint)]  # fmt: skip
-    known = {f"--{name.rstrip('_').replace('_', '-')}": name for name in hints}
-    known |= {f"--no-{o[2:]}": name for o, name in known.items() if hints[name] is bool}
-    values: dict[str, Any] = {}
-    loose: list[str] = []
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        option, equals, value = word.partition("=")
-        option = option.replace("_", "-")
-        if word == "--":
-            loose, words = loose + words, []
-        elif not option.startswith("-"):
-            loose.append(word)
-        elif option not in known or known[option] in positional:
-            near = _nearest(option, [o for o in known if known[o] not in positional])
-            raise ValueError(f"unknown option {option}: did you mean {near}?")
-        else:
-            words = [value, *words] if equals else words
-            try:
-                values[known[option]] = _take(words, hints[known[option]], bool(equals))
-            except ValueError as e:
-                raise ValueError(f"{option} {e}") from None
-            if option.startswith("--no-") and hints[known[option]] is bool:
-                values[known[option]] = not values[known[option]]
-    for name in positional:
-        if loose:
-            several = get_origin(hints[name]) is tuple
-            values[name] = tuple(loose) if several else loose[0]
-            loose = [] if several else loose[1:]
-    if loose:
-        raise ValueError(f"unexpected: {' '.join(loose)}")
-    needed = [f.name for f in fields(kind) if f.default is MISSING]
-    if not values.keys() >= set(needed):
-        names = " ".join(needed).upper()
-        raise ValueError(f"{verb} needs {names}; see vitlab {verb} --help")
-    return kind(**values)
-
-
-def _take(words: list[str], hint: Any, given: bool) -> Any:
-    """The value of an option from the words that follow it, which are used up; `given` after =."""
-    if hint is bool:
-        if given and words[0].lower() not in SWITCH:
-            raise ValueError(f"is on or off: true or false, not {words[0]!r}")
-        return SWITCH[words.pop(0).lower()] if words and words[0].lower() in SWITCH else True
-    if not words or (words[0].startswith("--") and not given):
-        raise ValueError("needs a value")
-    kind = next((k for k in get_args(hint) if k is not NoneType), hint)
-    if words[0] == "none" and NoneType in get_args(hint) and kind is not str:
-        words.pop(0)
-        return None
-    if get_origin(kind) is not tuple:
-        return convert(words.pop(0), hint)
-    _, *others = get_args(kind)
-    following = list(takewhile(lambda w: not w.startswith("--"), words))
-    if others == [...]:  # as many as can be read as one
-        following = [following[0], *takewhile(lambda w: w.isdigit(), following[1:])]
-    else:
-        following = following[: 1 + len(others)]
-    del words[: len(following)]
-    return convert(following, hint)
 
 
 def _settle(threads: int | None) -> None:

@@ -127,6 +127,13 @@ def test_unreadable_pictures_are_counted_apart(tmp_path: Path, bundle: Bundle) -
         vitlab.evaluate(bundle, str(photos))
 
 
+def test_a_model_in_training_is_scored_without_dropout() -> None:
+    bundle = toys.bundle(dropout=0.5, drop_path=0.5)
+    expected = vitlab.evaluate(bundle, toys.source()).summary()
+    bundle.model.train()
+    assert vitlab.evaluate(bundle, toys.source()).summary() == expected
+
+
 def test_the_model_is_as_it_was_afterwards(bundle: Bundle) -> None:
     for mode in (True, False):
         bundle.model.train(mode)

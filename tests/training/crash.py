@@ -103,9 +103,9 @@ def arm(point: str, n: int) -> None:
         raise ValueError(point)
 
 
-def train(out: Path) -> None:
+def train(out: Path, save_every: str = "0.02s") -> None:
     config = toys.config(
-        out, steps=STEPS, save_every="0.02s", select="loss", held_out=0.15, **toys.RICH
+        out, steps=STEPS, save_every=save_every, select="loss", held_out=0.15, **toys.RICH
     )
     vitlab.train(toys.pictures(45), config)
 

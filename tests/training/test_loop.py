@@ -128,6 +128,18 @@ def test_dropout_depends_on_seed_and_step_alone() -> None:
     assert not torch.equal(after(0, 3, noise=1), after(1, 3, noise=1))
 
 
+def test_mixing_depends_on_seed_and_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    plain = loop.mix
+    monkeypatch.setattr(loop, "mix", lambda *a: seen.append(plain(*a)[1]) or plain(*a))
+    for seed, step in ((0, 0), (0, 0), (0, 1), (1, 0)):
+        job = make_job(mixup=0.5, seed=seed)
+        loop.update(job, job.model, make_batch(), step)
+    first, again, *others = seen
+    assert torch.equal(first, again)
+    assert not any(torch.equal(first, other) for other in others)
+
+
 def test_the_rate_set_is_that_of_the_step() -> None:
     job = make_job()
     for step in range(3):

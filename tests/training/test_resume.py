@@ -18,17 +18,9 @@ from vitlab.training import loop
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 DEATHS = [
-    "update:3",  # before the first checkpoint, perhaps
-    "evaluating:3",
-    "saving:4",
-    "update:11",
-    "writing:1",
-    "saved:2",
-    "line:30",
-    "best:2",
-    "finishing:1",
-    "bundling:1",
-]
+    "best:1", "update:3", "evaluating:3", "update:7", "writing:1", "saving:3", "saved:2",
+    "line:25", "finishing:1", "bundling:1",
+]  # fmt: skip
 
 
 def run_and_die(out: Path, deaths: list[str]) -> list[str]:
@@ -107,7 +99,7 @@ def fail_at(step: int, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(loop, "update", update)
         with pytest.raises(Fault):
-            crash.train(out)
+            crash.train(out, save_every="0.000001s")
 
 
 @pytest.mark.parametrize("at", [0, 6, crash.STEPS - 1])
@@ -131,6 +123,19 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(
     crash.train(out)
     assert f"{newest}: damaged (" in caplog.text
     assert "going back to the one before it" in caplog.text
+    toys.same_run(whole, out)
+
+
+def test_what_a_kill_left_half_written_is_removed(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    fail_at(6, out, monkeypatch)
+    strays = [out / ".report.html.part", out / "checkpoints" / ".000000099.safetensors.part"]
+    for stray in strays:
+        stray.write_bytes(b"half")
+    crash.train(out)
+    assert not any(stray.exists() for stray in strays)
     toys.same_run(whole, out)
 
 
@@ -163,7 +168,7 @@ def test_a_signal_is_obeyed_between_two_steps(
     with monkeypatch.context() as patch:
         patch.setattr(loop, where, signalled)
         with pytest.raises(loop.Stopped, match=signal.Signals(number).name) as caught:
-            crash.train(tmp_path / "run")
+            crash.train(tmp_path / "run", save_every="1h")  # what there is, stopping saved
     assert caught.value.number == number
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert list((tmp_path / "run" / "checkpoints").glob("*.safetensors"))

@@ -254,6 +254,10 @@ def test_bf16_weights(bundle: Bundle) -> None:
     (half,) = vitlab.predict(bundle, image())
     assert sum(share for _, share in half.top) == pytest.approx(1, abs=1e-6), "softmax in float32"
     assert dict(half.top) == pytest.approx(dict(plain.top), abs=0.05)
+    images = torch.randn(8, 3, 16, 16)
+    with torch.inference_mode():
+        logits = bundle.model(images.bfloat16())
+    assert torch.equal(predictor.probabilities(bundle, images), logits.float().softmax(dim=1))
 
 
 def test_predictions_compare_by_value() -> None:

@@ -69,7 +69,7 @@ def recorded(out: Path, config: TrainConfig) -> dict[str, Any] | None:
         record = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
         asked = configs.to_dict(configs.from_dict(dict(record["asked"]), str(path)))
         Plan(**record["plan"])
-        began_with = str(record["torch"]), str(record["data"])
+        then, _ = str(record["torch"]), record["data"]
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, ValueError) as e:
         why = " ".join(str(e).split())
         raise ValueError(f"{path}: damaged ({why}); --overwrite starts anew") from e
@@ -83,19 +83,17 @@ def recorded(out: Path, config: TrainConfig) -> dict[str, Any] | None:
             f"--out {out}: holds a run with other options ({'; '.join(changed)}); give the same,"
             " another folder, or --overwrite"
         )
-    if began_with[0] != _torch():
-        log.warning("the run began with torch %s, this is %s: last bits may differ",
-                    began_with[0], _torch())  # fmt: skip
+    if then != _torch():
+        log.warning("began with torch %s, this is %s: the last bits may differ", then, _torch())
     return record
 
 
 def refuse_inside(out: Path, spec: str) -> None:
     """A run among class folders would be taken for one of them; beside train/ it may stand."""
     photos = Path(spec).expanduser().resolve()
-    inside = photos.is_dir() and photos in out.resolve().parents
-    if inside and not any(
-        p.is_dir() and p.name.lower().startswith("train") for p in photos.iterdir()
-    ):
+    if not photos.is_dir() or photos not in out.resolve().parents:
+        return
+    if not any(p.is_dir() and p.name.lower().startswith("train") for p in photos.iterdir()):
         raise ValueError(f"--out {out}: lies among the class folders of {spec}")
 
 

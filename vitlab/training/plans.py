@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import statistics
 import time
 from dataclasses import asdict, replace
 
@@ -16,7 +17,7 @@ from vitlab.training.loop import EVALUATIONS, Job, Plan, batches, out_of_memory,
 from vitlab.training.optim import Average, make_optimizer
 
 log = logging.getLogger("vitlab")
-PLANNING = 4.0  # seconds of trial steps that plan a --budget
+PLANNING = 20.0  # seconds of trial steps that plan a --budget, at most a twentieth of it
 HIGH = {"adamw": 5e-3, "sgd": 0.5}  # rates above which Vision Transformers tend to collapse
 
 
@@ -73,11 +74,11 @@ def _budget_steps(job: Job) -> int:
         for step in range(2):  # warming up: allocation, compilation, the first batches
             update(trial, forward, next(stream), step)
         began = time.perf_counter()
-        while len(durations) < 3 or time.perf_counter() - began < min(PLANNING, budget / 10):
+        while len(durations) < 3 or time.perf_counter() - began < min(PLANNING, budget / 20):
             before = time.perf_counter()
             update(trial, forward, next(stream), 2 + len(durations))
             durations.append(time.perf_counter() - before)
-    step_time = sum(durations) / len(durations)
+    step_time = statistics.median(durations)  # one hiccup must not halve a run
     # A pass over the validation part costs a third of training on as many pictures.
     share = len(job.val) / len(job.train) / 3 * (2 if job.average else 1) if job.val else 0.0
     steps = max(1, round(budget / step_time / (1 + share)))

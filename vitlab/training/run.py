@@ -21,6 +21,7 @@ from vitlab.training.config import TrainConfig
 from vitlab.training.loop import Job, Plan, run
 from vitlab.training.optim import Average, make_optimizer
 from vitlab.weights import bundle as bundles
+from vitlab.weights import formats
 from vitlab.weights.bundle import Bundle, Card
 
 log = logging.getLogger("vitlab")
@@ -175,15 +176,17 @@ def _start(config: TrainConfig, out: Path) -> Bundle | None:
     clash = [f"--{name.replace('_', '-')}" for name in fixed if getattr(config, name) is not None]
     if clash:
         raise ValueError(f"{', '.join(clash)} cannot change the model of --from {config.from_}")
-    return bundles.load(config.from_)
+    return formats.load(config.from_)
 
 
 def _origin(config: TrainConfig, start: Bundle | None) -> dict[str, Any]:
     """Where the weights came from."""
     if start is None or config.from_ is None:
         return {"format": "vitlab", "sha256": None, "licence": None}
-    sha256 = bundles.sha256(Path(config.from_) / "model.safetensors")
-    return {"format": "vitlab", "sha256": sha256, "licence": start.card.source.get("licence")}
+    came, weights = start.card.source, Path(config.from_) / "model.safetensors"
+    if weights.is_file() and (weights.parent / "config.json").is_file() and "file" not in came:
+        came = {**came, "format": "vitlab", "sha256": bundles.sha256(weights)}
+    return {"format": None, "sha256": None, "licence": None, **came}
 
 
 def _prepare(

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitlab.data.preprocess import Preprocess
+from vitlab.data.preprocess import Preprocess as Preprocess
 from vitlab.models import zoo
 from vitlab.models.vit import ViTConfig
 from vitlab.weights.predictor import Prediction, predict

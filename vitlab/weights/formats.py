@@ -6,6 +6,7 @@ tells what became of each.
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,6 +44,7 @@ FORMATS: tuple[Format, ...] = (
     google.VIT, google.BIT, big_vision.VIT, timm.VIT, timm.BIT, huggingface.VIT, torchvision.VIT,
     own.VIT, own.BIT,
 )  # fmt: skip
+log = logging.getLogger("vitlab")
 NAMES = ("vitlab", *dict.fromkeys(f.name for f in FORMATS))
 ASKED = ("heads", "pool", "activation", "norm_eps", "dropout", "drop_path")  # of a ViT
 
@@ -138,7 +140,7 @@ def _foreign(
     known = known or Facts()
     size = reading.model.config.image
     how = {**reading.facts.preprocess, **opened.record.get("preprocess", {}), **known.preprocess}
-    preprocess = bundles.Preprocess(**{**how, "size": size})  # type: ignore[attr-defined]
+    preprocess = bundles.Preprocess(**{**how, "size": size})
     given = known.classes or opened.record.get("classes") or reading.facts.classes
     classes, notes = _names(given, reading.model.config.classes)
     licence = known.licence or reading.facts.licence or opened.licence
@@ -204,6 +206,30 @@ def _new_head(model: Model, count: int) -> None:
         model.config = replace(model.config, classes=count)
     head = zero_(nn.Linear(model.config.features, count)) if count else None
     model.head = head and head.to(like.device, like.dtype)
+
+
+def load(path_or_name: str | os.PathLike[str], drop: str | Iterable[str] = ()) -> Bundle:
+    """Read a bundle, a run, or weights of any public format; the model is on the CPU, evaluating.
+
+    As `read`, without the report: what became of a foreign file's tensors is logged.
+
+    Args:
+        path_or_name: a file or folder, or the name of a published checkpoint (`vitlab models`).
+        drop: patterns of tensor names (`head.*`) to do without.
+
+    Raises FileNotFoundError if there is none, ValueError if it is damaged or does not fit.
+    """
+    bundle, report = read(path_or_name, drop=drop)
+    for line in report.lines() if report.format != "vitlab" else ():
+        log.info(line)
+    return bundle
+
+
+def save(bundle: Bundle, path: str | os.PathLike[str], format: str = "vitlab") -> None:
+    """Write a bundle in any format; see `write`, whose report is logged."""
+    report = write(bundle, path, format)
+    for line in report.lines() if format != "vitlab" else ():
+        log.info(line)
 
 
 def write(
