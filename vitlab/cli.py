@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -91,7 +91,8 @@ class Convert:
 
     source: tyro.conf.Positional[str]  # weights of any public format, a bundle or run
     destination: tyro.conf.Positional[str]  # a file, by its suffix, or else a folder
-    to: str  # vitlab, google, big_vision, timm, huggingface or torchvision
+    to: Literal["vitlab", "google", "big_vision", "timm", "huggingface", "torchvision"]
+    """format to write"""
     drop: Text = None  # pattern of tensors to do without, such as 'head.*'
     heads: Whole = None  # attention heads, where the file does not say
     json: bool = False  # print both reports as one JSON object
@@ -319,6 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _settle(getattr(options, "threads", None))
     except ValueError as e:
         return _fail(e, 2)
+    except BrokenPipeError as e:
+        return _explain(e)
     try:
         return command(options)
     except Exception as e:
@@ -354,14 +357,15 @@ def _settle(threads: int | None) -> None:
 
 def _explain(error: Exception) -> int:
     """One line for an error, and the exit code."""
+    if isinstance(error, BrokenPipeError):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  whoever read our output has gone
+        return 1
+
     from vitlab.data.decode import Unreadable
     from vitlab.training.loop import Stopped
 
     if isinstance(error, Stopped):
         return _fail(f"{error}; the same command resumes", 128 + error.number)
-    if isinstance(error, BrokenPipeError):
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  whoever read our output has gone
-        return 1
     if type(error).__name__ == "OutOfMemoryError":  # torch's; training says more
         return _fail("out of memory; a smaller --batch needs less", 1)
     wrong_call = isinstance(error, (ValueError, FileNotFoundError))

@@ -165,9 +165,11 @@ def refused(saved: Path, file: str, said: str = "") -> None:
 
 
 def test_what_is_no_bundle(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere", Path(__file__)):
+    for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(FileNotFoundError, match="no bundle"):
             vitlab.load(path)
+    with pytest.raises(ValueError, match="not a file of weights"):
+        vitlab.load(__file__)
     (tmp_path / "run.yaml").touch()
     with pytest.raises(FileNotFoundError, match="an unfinished run"):
         vitlab.load(tmp_path)
