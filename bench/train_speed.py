@@ -44,7 +44,8 @@ CONTESTANTS = ["vitlab", "timm", "trainer", "timm+", "trainer+"]  # +: given our
 
 def vitlab(case: dict[str, Any], spec: str) -> Iterator[None]:
     """One step an item: vitlab's own loop, as `vitlab train` sets it up."""
-    from vitlab.training import run
+    from vitlab.data.sources import open_spec
+    from vitlab.training import machine, run
     from vitlab.training.config import TrainConfig
     from vitlab.training.loop import batches, update
 
@@ -53,7 +54,9 @@ def vitlab(case: dict[str, Any], spec: str) -> Iterator[None]:
         depth=case["depth"], heads=case["heads"], mlp_width=case["mlp_width"],
         batch=case["batch"], crop=case["crop"], steps=10**6, label_smoothing=0.0, out="unused",
     )  # fmt: skip
-    job = run.prepare(spec, config)
+    parts = open_spec(spec)
+    source = parts.get("train") or parts["all"]
+    job = run._prepare(config, machine.device(None), source, None, None, None)
     for step, batch in enumerate(batches(job, start=0, stop=10**6)):
         update(job, job.model, batch, step)
         yield
@@ -67,15 +70,14 @@ def pictures(case: dict[str, Any], spec: str) -> Any:
 
     from vitlab.data.sources import open_spec
 
-    interpolation = v2.InterpolationMode.BICUBIC
-    crop = v2.RandomResizedCrop(case["size"], scale=case["crop"], interpolation=interpolation)
-    transform = v2.Compose([
-        *([crop] if case["crop"] else []), v2.RandomHorizontalFlip(), v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3),
-    ]) if case["crop"] else v2.Compose([
+    steps = [
         v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True),
         v2.Normalize([0.5] * 3, [0.5] * 3),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    if case["crop"]:
+        bicubic = v2.InterpolationMode.BICUBIC
+        steps = [v2.RandomResizedCrop(case["size"], case["crop"], interpolation=bicubic), *steps]
+    transform = v2.Compose(steps)
     if case["crop"]:
         return datasets.ImageFolder(spec, transform)
     from PIL import Image
