@@ -198,7 +198,10 @@ def peak_memory(process: "subprocess.Popen[str]", peak: list[float]) -> None:
 def run(name: str, arguments: list[str], ours: dict[str, Any]) -> tuple[float, float]:
     environment = dict(os.environ)
     if name == "vitlab" or name.endswith("+"):
-        environment |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(ours["threads"])}
+        environment |= {
+            "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000",
+            "OMP_NUM_THREADS": str(ours["threads"]),
+        }  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, __file__, "--worker", name, "--settings", json.dumps(ours), *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
@@ -234,7 +237,7 @@ def main() -> None:
     where = machine.device(None)
     ours = {
         "threads": cores, "workers": max(1, cores - 1) if case["crop"] else 0,
-        "precision": machine.precision(None, where, case["width"]),
+        "precision": machine.precision(None, where),
     }  # fmt: skip
     arguments = ["--case", options.case, "--pictures", str(options.pictures)]
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTESTANTS}

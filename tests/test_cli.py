@@ -19,6 +19,7 @@ from PIL import Image
 
 import vitlab
 from vitlab import cli
+from vitlab.commands import train as commands
 from vitlab.training import checkpoint, loop
 from vitlab.weights.bundle import Bundle
 
@@ -26,7 +27,7 @@ from vitlab.weights.bundle import Bundle
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The command line sets up its process; tests share one."""
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     logger, threads = logging.getLogger("vitlab"), torch.get_num_threads()
     handlers, level = logger.handlers, logger.level
@@ -180,7 +181,7 @@ def test_a_gpu_that_is_not_there(call: Call, trained: Path, photos: Path, tmp_pa
 
 def test_switches_say_what_they_mean(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     asked: list[Any] = []
-    monkeypatch.setitem(cli.VERBS, "train", (cli.Train, lambda o: asked.append(o) or 0))
+    monkeypatch.setitem(cli.VERBS, "train", (commands.Train, lambda o: asked.append(o) or 0))
     on = ["", "--flip", "--flip True", "--flip=true", "--flip yes", "--no-flip --flip"]
     off = ["--no-flip", "--flip False", "--flip false", "--flip=no", "--no_flip", "--flip FALSE"]
     for words in (*on, *off):
@@ -193,7 +194,7 @@ def test_switches_say_what_they_mean(monkeypatch: pytest.MonkeyPatch, call: Call
 
 def test_values_arrive_as_they_were_meant(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     asked: list[Any] = []
-    monkeypatch.setitem(cli.VERBS, "train", (cli.Train, lambda o: asked.append(o) or 0))
+    monkeypatch.setitem(cli.VERBS, "train", (commands.Train, lambda o: asked.append(o) or 0))
     words = "photos --lr 1e-4 --size 32 48 --crop none --from=b --weight_decay 0 --lr_end=1e-6"
     assert call("train", *words.split(), "--out", "a b") == 0
     o = asked[-1]

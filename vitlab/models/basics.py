@@ -3,7 +3,9 @@
 import math
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
@@ -38,3 +40,15 @@ def zero_(layer: nn.Linear) -> nn.Linear:
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D_h)) v, equations 6 and 7; all [B, k, N, D_h].
+
+    Torch's fused kernel, except where two products and a softmax are faster: on a CPU, in
+    bfloat16 or for few tokens (`bench/attention.py`), as long as [N, N] matrices stay small.
+    """
+    few = 600 if q.dtype == torch.bfloat16 else 32
+    if q.device.type != "cpu" or q.shape[2] > few:
+        return F.scaled_dot_product_attention(q, k, v)
+    return (q * q.shape[3] ** -0.5 @ k.mT).softmax(dim=-1) @ v

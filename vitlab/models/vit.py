@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitlab.models import positions
-from vitlab.models.basics import check_images, lecun_normal_, pair, zero_
+from vitlab.models.basics import attend, check_images, lecun_normal_, pair, zero_
 from vitlab.models.resnet import Stem, StemConfig
 
 
@@ -126,7 +126,7 @@ class Attention(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         q, k, v = self.split(z)
-        z = F.scaled_dot_product_attention(q, k, v)  # softmax(q k^T / sqrt(D_h)) v
+        z = attend(q, k, v)  # softmax(q k^T / sqrt(D_h)) v
         return self.out(z.transpose(1, 2).flatten(2))  # heads side by side: [B, N, D]
 
     def split(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

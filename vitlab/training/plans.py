@@ -30,7 +30,7 @@ def choose(
     lr = {"adamw": 1e-3, "sgd": 0.03}[config.optimizer] * (0.1 if config.from_ else 1.0)
     return Plan(
         device=str(device),
-        precision=machine.precision(config.precision, device, model.config.width),
+        precision=machine.precision(config.precision, device),
         threads=config.threads or torch.get_num_threads(),
         workers=0 if in_memory else max(1, machine.cores() - (device.type == "cpu")),
         in_memory=in_memory,

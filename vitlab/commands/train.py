@@ -1,0 +1,68 @@
+"""`vitlab demo` and `vitlab train`."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from vitlab.training.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Train a small Vision Transformer on the embedded sample, and show what it learned."""
+
+    out: str = "runs/demo"  # folder of the run; an older demo there is replaced
+    epochs: float = 28  # passes over the training part
+    debug: bool = False  # show where an error comes from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainConfig):
+    """Train a model on labelled pictures; the same command resumes an unfinished run."""
+
+    spec: tyro.conf.Positional[str]  # photos/, photos.zip, labels.csv, cifar10, hf:org/name, sample
+    json: bool = False  # print the result as one JSON object
+    debug: bool = False  # show where an error comes from
+
+
+def demo(options: Demo) -> int:
+    from vitlab import runs
+
+    config = TrainConfig(
+        model="vit-ti16", size=(28,), patch=7, width=96, depth=4, heads=4, mlp_width=192,
+        batch=128, lr=3e-3, weight_decay=0.1, crop=None, mixup=0.1, cutmix=1.0, held_out=0.02,
+        epochs=options.epochs, out=options.out, overwrite=True,
+    )  # fmt: skip
+    bundle = runs.train("sample", config)
+    scores = runs.evaluate_into(bundle, "sample", "test", Path(options.out), batch=250)
+    print(f"\n{scores.metrics.line()}")
+    print(f"report: {options.out}/report.html\n\ntry next:")
+    print(f"  vitlab predict {options.out} PICTURE...")
+    print(f"  vitlab evaluate {options.out} fashion-mnist --out {options.out}-full")
+    print("  vitlab train PHOTOS/ --model vit-ti16 --size 128 --budget 10min --out runs/mine")
+    return 0
+
+
+def train(options: Train) -> int:
+    from vitlab import runs
+
+    config = TrainConfig(**{f.name: getattr(options, f.name) for f in fields(TrainConfig)})
+    bundle = runs.train(options.spec, config)
+    if options.json:
+        print(json.dumps({"out": options.out, "metrics": bundle.card.metrics}))
+    else:
+        print(_score(bundle.card.metrics, options.out))
+    return 0
+
+
+def _score(metrics: dict[str, Any], out: str | None) -> str:
+    if not metrics:
+        return f"trained without validation pictures: {out}"
+    low, high = metrics["top1_interval"]
+    return (
+        f"accuracy {metrics['top1']:.2%} on {metrics['n']:,} pictures of {metrics['scored_on']}"
+        f" (95 % interval {low:.2%} to {high:.2%}); report: {out}/report.html"
+    )
