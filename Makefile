@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint slow docs
+.PHONY: demo test lint slow fuzz docs
 
 demo: $(VENV)/.ready
 	$(BIN)/vitlab demo
@@ -16,6 +16,10 @@ test: $(VENV)/.tested
 
 slow: $(VENV)/.tested
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -m slow --timeout 3600
+
+# A million mutated files; VITLAB_FUZZ_INPUTS=N for another number, VITLAB_FUZZ_START=N to go on.
+fuzz: $(VENV)/.tested
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py
 
 docs: $(VENV)/.tested
 	$(BIN)/pip install --quiet --editable '.[docs]'

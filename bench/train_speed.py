@@ -192,7 +192,7 @@ def peak_memory(process: "subprocess.Popen[str]", peak: list[float]) -> None:
         except psutil.Error:
             pass
         peak[0] = max(peak[0], total)
-        time.sleep(0.2)
+        time.sleep(1.0)
 
 
 def run(name: str, arguments: list[str], ours: dict[str, Any]) -> tuple[float, float]:

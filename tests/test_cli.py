@@ -99,7 +99,7 @@ def test_help_of_train_shows_each_option_with_its_comment(call: Call) -> None:
         "--pool {token,mean} representation: class token or patch mean",
         "--crop LEAST MOST area of the random resized crop; none: whole (default: 0.35 1.0)",
         "--randaugment N MAGNITUDE operations a picture", "--lr FLOAT peak rate",
-        "--precision {float32,bf16} arithmetic", "--batch INT pictures a step (default: 64)",
+        "--precision {float32,bf16,float64} arithmetic", "--batch INT pictures a step (default: 64)",
         "--flip, --no-flip mirror half of the pictures",
     ):  # fmt: skip
         assert piece in text
@@ -138,7 +138,7 @@ START = "train photos --model vit-ti16 --out x"
         ("train photos --size a", "--size must be a whole number, not 'a'"),
         ("train photos --crop 0.5", "--crop needs 2 values, not '0.5'"),
         ("train photos --pool max", "--pool must be one of token, mean, not 'max'"),
-        ("train photos --select best", "--select must be one of last, top1, loss, not 'best'"),
+        ("train photos --select best", "must be one of last, top1, loss, held-out, not 'best'"),
         ("train photos --flip maybe", "unexpected: maybe"),
         ("train photos --flip=maybe", "--flip is on or off: true or false, not 'maybe'"),
         ("train photos --batch 0", "--batch must be at least 1, not 0"),
@@ -309,7 +309,7 @@ def test_training_says_what_it_does_and_resumes(call: Call, photos: Path, tmp_pa
     assert call.out.count("\n") == 1
     for piece in (
         "14,668 parameters", "4 classes, 36 training pictures, 4 validation",
-        "device cpu, precision float32, threads 1", "last weights: accuracy",
+        "device cpu, precision float32, processes 1, threads 1", "last weights: accuracy",
     ):  # fmt: skip
         assert piece in call.err
     assert (out / "report.html").exists()
@@ -348,7 +348,7 @@ def test_a_run_that_fails_is_one_line(
 
     for error, code, said in [
         (FloatingPointError("step 7: loss nan"), 1, "vitlab: step 7: loss nan\n"),
-        (torch.OutOfMemoryError("CUDA\nmuch"), 1, "vitlab: out of memory: --batch 8 in 1 parts"),
+        (torch.OutOfMemoryError("CUDA\nmuch"), 1, "vitlab: out of memory: --batch 8 in 2 parts"),
         (RuntimeError("two\nlines"), 1, "vitlab: two lines (--debug shows where)\n"),
         (KeyError("x"), 1, "vitlab: 'x' (--debug shows where)\n"),
         (KeyboardInterrupt(), 130, "vitlab: interrupted\n"),

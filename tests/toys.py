@@ -23,7 +23,7 @@ CLASSES = ("cat", "dog", "eel", "fox")
 SHAPE = {"patch": 8, "width": 24, "depth": 2, "heads": 2, "mlp_width": 48}
 FLAGS = [
     "--model", "vit-ti16", "--size", "16", "--patch", "8", "--width", "24", "--depth", "2",
-    "--heads", "2", "--mlp-width", "48",
+    "--heads", "2", "--mlp-width", "48", "--precision", "float32",
 ]  # fmt: skip
 # Everything that draws random numbers or keeps a state of its own.
 RICH: dict[str, Any] = {
@@ -61,7 +61,7 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     """A run of a second or less."""
     options = {
         "model": "vit-ti16", "size": (16,), **SHAPE, "steps": 12, "batch": 8, "threads": 1,
-        "held_out": 0.2, "out": str(out),
+        "held_out": 0.2, "precision": "float32", "out": str(out),
     }  # fmt: skip
     return TrainConfig(**{**options, **changes})
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from vitlab.commands import train, use, weights
+from vitlab.commands import data, probe, train, use, weights
 from vitlab.flags import nearest, parse
 from vitlab.training.machine import cores
 
@@ -16,8 +16,12 @@ from vitlab.training.machine import cores
 VERBS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "demo": (train.Demo, train.demo),
     "models": (weights.Models, weights.models),
+    "data check": (data.Check, data.check),
+    "data preview": (data.Preview, data.preview),
+    "data pack": (data.Pack, data.pack),
     "train": (train.Train, train.train),
     "evaluate": (use.Evaluate, use.evaluate),
+    "probe": (probe.Probe, probe.probe),
     "predict": (use.Predict, use.predict),
     "inspect": (weights.Inspect, weights.inspect),
     "convert": (weights.Convert, weights.convert),
@@ -40,9 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = arguments.pop(0)
     if arguments and f"{verb} {arguments[0]}" in VERBS:
         verb = f"{verb} {arguments.pop(0)}"
+    group = [name for name in VERBS if name.startswith(f"{verb} ")]
+    if group and (not arguments or arguments[0] in ("-h", "--help")):
+        print(_overview(f"{verb} "))
+        return 0 if arguments else 2
     try:
         if verb not in VERBS:
-            raise ValueError(f"unknown command {verb!r}: did you mean {nearest(verb, VERBS)}?")
+            verb = f"{verb} {arguments[0]}" if group else verb
+            known = group or sorted({name.split()[0] for name in VERBS})
+            raise ValueError(f"unknown command {verb!r}: did you mean {nearest(verb, known)}?")
         kind, command = VERBS[verb]
         options = parse(kind, verb, arguments)
         if options is None:  # help was shown
@@ -62,11 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
 
 
-def _overview() -> str:
-    lines = ["usage: vitlab COMMAND ...", "", "The Vision Transformer, complete.", "", "commands:"]
+def _overview(group: str = "") -> str:
+    """What `--help` prints: the commands, or those of a group."""
+    head = [] if group else ["The Vision Transformer, complete.", ""]
+    lines = [f"usage: vitlab {group}COMMAND ...", "", *head, "commands:"]
     for verb, (kind, _) in VERBS.items():
-        lines.append(f"  {verb:<10} {(kind.__doc__ or '').splitlines()[0]}")
-    return "\n".join([*lines, "", "`vitlab COMMAND --help` shows the options of one."])
+        if verb.startswith(group):
+            lines.append(f"  {verb:<12} {(kind.__doc__ or '').splitlines()[0]}")
+    return "\n".join([*lines, "", f"`vitlab {group}COMMAND --help` shows the options of one."])
 
 
 def _settle(threads: int | None) -> None:
@@ -78,14 +91,14 @@ def _settle(threads: int | None) -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+    if threads is not None or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets 1 for all
+        os.environ["OMP_NUM_THREADS"] = str(threads or cores())
     os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
     handler = logging.Handler()
     handler.emit = lambda record: print(record.getMessage(), file=sys.stderr)  # type: ignore[method-assign]
     logger = logging.getLogger("vitlab")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.INFO if _first() else logging.ERROR)
 
 
 def _explain(error: Exception) -> int:
@@ -96,13 +109,25 @@ def _explain(error: Exception) -> int:
 
     from vitlab.data.decode import Unreadable
     from vitlab.training.loop import Stopped
+    from vitlab.training.parallel import Followed
 
+    if isinstance(error, Followed):
+        return 1
+    if isinstance(error, Stopped) and not _first():
+        return 128 + error.number
     if isinstance(error, Stopped):
         return _fail(f"{error}; the same command resumes", 128 + error.number)
     if type(error).__name__ == "OutOfMemoryError":  # torch's; training says more
         return _fail("out of memory; a smaller --batch needs less", 1)
+    if isinstance(error, ValueError) and not _first():  # the same in every process
+        return 2
     wrong_call = isinstance(error, (ValueError, FileNotFoundError))
     return _fail(error, 2 if wrong_call and not isinstance(error, Unreadable) else 1)
+
+
+def _first() -> bool:
+    """Of the processes that torchrun started, the one that talks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _fail(error: object, code: int) -> int:

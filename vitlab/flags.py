@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import tyro
 
+from vitlab.training import recipes
 from vitlab.training.config import convert
 
 POSITIONAL = get_args(tyro.conf.Positional[str])[1]  # how tyro marks what has no flag
@@ -62,6 +63,8 @@ def parse(kind: type, verb: str, arguments: list[str]) -> Any:
             loose = [] if several else loose[1:]
     if loose:
         raise ValueError(f"unexpected: {' '.join(loose)}")
+    if "recipe" in hints:  # other defaults, under what was given
+        values = recipes.under(values)
     needed = [f.name for f in fields(kind) if f.default is MISSING]
     if not values.keys() >= set(needed):
         names = " ".join(needed).upper()
@@ -77,7 +80,8 @@ def _take(words: list[str], hint: Any, given: bool) -> Any:
         return SWITCH[words.pop(0).lower()] if words and words[0].lower() in SWITCH else True
     if not words or (words[0].startswith("--") and not given):
         raise ValueError("needs a value")
-    kind = next((k for k in get_args(hint) if k is not NoneType), hint)
+    several = get_origin(hint) is tuple
+    kind = hint if several else next((k for k in get_args(hint) if k is not NoneType), hint)
     if words[0] == "none" and NoneType in get_args(hint) and kind is not str:
         words.pop(0)
         return None

@@ -16,6 +16,7 @@ from PIL import Image
 
 from vitlab.data import decode, sources
 from vitlab.evaluation.metrics import Metrics, wilson
+from vitlab.evaluation.multilabel import MultiMetrics
 from vitlab.evaluation.scoring import Scores
 from vitlab.weights.bundle import write_text
 
@@ -38,11 +39,15 @@ class Mistake:
 def mistakes(source: sources.Source, scores: Scores, limit: int = 24) -> list[Mistake]:
     """The surest wrong answers first, ties by row; pictures that no longer load are left out."""
     classes, sure = scores.metrics.classes, scores.probabilities.max(axis=1)
-    labels = sources.match_classes(source, classes).labels[scores.rows]
+    matched = sources.match_classes(source, classes)
+    labels = matched.labels[scores.rows]
     predicted = scores.probabilities.argmax(axis=1)
+    wrong = predicted != labels
+    if matched.many is not None:  # any of its labels is right
+        wrong = ~matched.many[scores.rows, predicted]
     worst = np.lexsort((scores.rows, -sure))
     found: list[Mistake] = []
-    for at in worst[predicted[worst] != labels[worst]]:
+    for at in worst[wrong[worst]]:
         if len(found) >= limit:
             break
         row = int(scores.rows[at])
@@ -121,6 +126,8 @@ def _headline(metrics: Metrics) -> str:
         "Loss": f"{metrics.loss:.4f}" if _finite(metrics.loss) else "n/a",
         "Unreadable": f"{metrics.skipped:,}",
     }
+    if isinstance(metrics, MultiMetrics):
+        facts |= {"Mean average precision": f"{metrics.mean_ap:.2%}", "F1": f"{metrics.f1:.2%}"}
     rows = "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>\n" for k, v in facts.items() if v)
     score = f'<p class="score"><strong>{metrics.top1:.2%}</strong> accuracy</p>\n'
     named = [_text(metrics.classes[j]) for j in np.flatnonzero(metrics.confusion.sum(axis=0))]
@@ -130,6 +137,8 @@ def _headline(metrics: Metrics) -> str:
 
 
 def _classes(metrics: Metrics) -> str:
+    if isinstance(metrics, MultiMetrics):
+        return _several(metrics)
     columns = metrics.confusion.diagonal(), metrics.confusion.sum(axis=0), metrics.support
     rows = (
         _row(name, f"{n:,}", _share(right, named), _share(right, n))
@@ -138,6 +147,18 @@ def _classes(metrics: Metrics) -> str:
     intro = """<p>Precision: of the pictures given this name, how many are right. Recall: of the
 pictures of this class, how many are found. In small type: 95% intervals.</p>\n"""
     return intro + _table("Classes", ("Class", "Pictures", "Precision", "Recall"), rows, "numbers")
+
+
+def _several(metrics: MultiMetrics) -> str:
+    """The classes of a multi-label model."""
+    columns = metrics.average_precision, metrics.class_f1, metrics.thresholds
+    rows = (
+        _row(name, f"{ap:.1%}" if _finite(ap) else "n/a", f"{f1:.1%}", f"{level:.3f}")
+        for name, ap, f1, level in zip(metrics.classes, *columns, strict=True)
+    )
+    intro = "<p>A class is said to be there where its probability reaches the threshold.</p>\n"
+    head = ("Class", "Average precision", "F1", "Threshold")
+    return intro + _table("Classes", head, rows, "numbers")
 
 
 def _share(part: int, whole: int) -> str:

@@ -10,7 +10,7 @@ from vitlab import report
 from vitlab.data import sources
 from vitlab.evaluation import scoring
 from vitlab.evaluation.scoring import Scores
-from vitlab.training import run
+from vitlab.training import run, selection
 from vitlab.training.config import TrainConfig
 from vitlab.weights.bundle import Bundle, write_text
 
@@ -21,11 +21,13 @@ def train(source: run.Data, config: TrainConfig) -> Bundle:
     Args:
         source: a spec, a source, sources by split (train, val), or (images, labels).
         config: see `TrainConfig`. An unfinished run in `config.out` is resumed, a finished one
-            is returned as it is.
+            is returned as it is. With `select="held-out"` or several `seeds` it holds several
+            runs and their table, see `vitlab.training.selection`.
 
     Raises ValueError for options or data that do not fit, before anything is written.
     """
-    return run.train(source, config, write_report)
+    several = config.select == "held-out" or config.seeds > 1
+    return (selection if several else run).train(source, config, write_report)
 
 
 def evaluate_into(bundle: Bundle, spec: str, split: str | None, out: Path, **how: Any) -> Scores:
@@ -35,7 +37,8 @@ def evaluate_into(bundle: Bundle, spec: str, split: str | None, out: Path, **how
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; choose another folder")
-    source = sources.match_classes(scoring.choose(spec, split, bundle.card), bundle.classes)
+    source = scoring.match(scoring.choose(spec, split, bundle.card), bundle)
+    how["thresholds"] = scoring.thresholds_of(bundle.card)
     scores = scoring.score(bundle.model, bundle.preprocess, source, **how)
     out.mkdir(parents=True, exist_ok=True)
     write_report(out, source, scores, dict(scores.skipped))
@@ -48,6 +51,8 @@ def write_report(
 ) -> None:
     """report.html, from scores and what the folder holds of a run."""
     history, record = out / "metrics.jsonl", out / "run.yaml"
+    if not record.exists():  # the folder of a sweep
+        record = out / selection.RECORD
     lines = history.read_text(encoding="utf-8").splitlines() if history.exists() else []
     report.write(
         out / "report.html",

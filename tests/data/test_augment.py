@@ -13,8 +13,21 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 
 from vitlab.data import augment as module
-from vitlab.data.augment import CROP, DRAWS, ERASE, FLIP, Augment, augment, draw, mix, random_box
+from vitlab.data import randaugment as randaugment_module
+from vitlab.data.augment import (
+    CROP,
+    DRAWS,
+    ERASE,
+    FLIP,
+    Augment,
+    augment,
+    draw,
+    inception_box,
+    mix,
+    random_box,
+)
 from vitlab.data.preprocess import Preprocess, fit
+from vitlab.data.randaugment import operate
 
 SIZE = Preprocess(size=(16, 16))
 words = st.integers(0, 2**62)
@@ -351,3 +364,139 @@ def test_the_layout_of_draws_leaves_each_its_own() -> None:
     assert module.RANDAUGMENT not in (FLIP, ERASE)
     assert CROP - ERASE == 5  # whether, area, aspect, y, x
     assert DRAWS - CROP == 2 * module.TRIES + 2
+
+
+# As the originals do ---------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(1, 300), st.integers(1, 300), st.integers(0, 10**6),
+    st.sampled_from([(0.05, 1.0), (0.35, 1.0), (0.01, 0.02), (1.0, 1.0)]),
+)  # fmt: skip
+def test_inception_boxes_lie_within(h: int, w: int, seed: int, area: tuple[float, float]) -> None:
+    left, top, right, bottom = inception_box(draw(seed, keys(1))[0], area, h, w)
+    assert 0 <= left < right <= w
+    assert 0 <= top < bottom <= h
+    if (right - left, bottom - top) != (w, h):
+        assert area[0] * h * w <= (right - left) * (bottom - top) <= area[1] * h * w
+        # An offset is below what is left over: the last row and column are never reached.
+        assert right < w or right - left == w
+        assert bottom < h or bottom - top == h
+
+
+@pytest.mark.parametrize(
+    ("h", "w", "area", "small"), [(375, 500, 0.343, (0.40, 0.43)), (400, 400, 0.376, None)]
+)
+def test_inception_boxes_obey_tensorflows_law(
+    h: int, w: int, area: float, small: tuple[float, float] | None
+) -> None:
+    """Means measured with tf.image.sample_distorted_bounding_box; torchvision's: 0.421, 0.477."""
+    boxes = np.array([random_box(u, (0.05, 1.0), h, w, law="google") for u in draw(0, keys(9000))])
+    wide, tall = (boxes[:, 2:] - boxes[:, :2]).T
+    shares = wide * tall / (h * w)
+    assert shares.mean() == pytest.approx(area, abs=0.01)
+    if small:
+        assert small[0] < (shares < 0.25).mean() < small[1]
+    inside = shares < 0.9
+    aspects = (wide / tall)[inside]
+    assert aspects.min() > 0.73
+    assert aspects.max() < 1.37
+
+
+def as_image(pixels: np.ndarray) -> Image.Image:
+    return Image.fromarray(pixels)
+
+
+PICTURE = np.random.default_rng(1).integers(30, 220, (40, 50, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "magnitude", "by_hand"),
+    [
+        ("invert", 3, lambda p: 255 - p),
+        ("solarize", 0, lambda p: 255 - p),
+        ("solarize", 5, lambda p: np.where(p < 128, p, 255 - p)),
+        ("solarize", 10, lambda p: p),
+        ("solarize", 15, lambda p: p),
+        ("solarize_add", 10, lambda p: np.where(p < 128, np.minimum(p + 110, 255), p)),
+        ("solarize_add", 20, lambda p: np.where(p < 128, np.minimum(p + 220, 255), p)),
+        ("posterize", 10, lambda p: p // 16 * 16),
+        ("posterize", 15, lambda p: p // 4 * 4),
+        ("posterize", 20, lambda p: p),
+        ("posterize", 0, lambda p: p // 128 * 128),
+        ("brightness", 5, lambda p: p),
+        ("brightness", 0, lambda p: p * 0.1),
+        ("brightness", 15, lambda p: np.minimum(p * 2.8, 255)),
+        ("color", 5, lambda p: p),
+        ("contrast", 5, lambda p: p),
+        ("sharpness", 5, lambda p: p),
+        ("autocontrast", 9, lambda p: (p - p.min((0, 1))) * 255.0 / np.ptp(p, (0, 1))),
+        ("translate_x", 1, lambda p: np.pad(p, ((0, 0), (0, 10), (0, 0)),
+                                            constant_values=128)[:, 10:]),
+        ("translate_y", 2, lambda p: np.pad(p, ((0, 20), (0, 0), (0, 0)),
+                                            constant_values=128)[20:]),
+        ("translate_x", 20, lambda p: np.full_like(p, 128)),
+    ],
+)  # fmt: skip
+def test_operations_of_the_originals_by_hand(name: str, magnitude: float, by_hand) -> None:
+    done = np.asarray(operate(as_image(PICTURE), name, magnitude, [0.9, 0.5, 0.5]))
+    assert done.dtype == np.uint8
+    assert np.abs(done.astype(float) - by_hand(PICTURE.astype(int))).max() <= 1
+
+
+def test_geometry_grows_with_magnitude_and_takes_either_sign() -> None:
+    ramp = np.tile(np.arange(120, dtype=np.uint8)[:, None, None], (1, 120, 3))
+    for name in ("rotate", "shear_x", "shear_y", "translate_x", "translate_y"):
+        one, other = (np.asarray(operate(as_image(ramp), name, 5, [sign, 0, 0]))
+                      for sign in (0.2, 0.8))  # fmt: skip
+        assert not np.array_equal(one, other), name
+        uncovered = [
+            (np.asarray(operate(as_image(ramp), name, m, [0.8, 0, 0])) == 128).all(2).sum()
+            for m in (0, 5, 10, 15)
+        ]
+        assert uncovered == sorted(uncovered), name
+        assert uncovered[0] == 0 < uncovered[1], name
+    sheared = np.asarray(operate(as_image(ramp), "shear_y", 10, [0.8, 0, 0]))
+    assert abs(int(sheared[10, 100, 0]) - (10 + 0.3 * 100)) <= 1
+
+
+def test_cutout_is_a_square_about_its_place() -> None:
+    picture = np.zeros((100, 100, 3), np.uint8)
+    done = np.asarray(operate(as_image(picture), "cutout", 5, [0, 0.5, 0.1]))
+    gray = (done == 128).all(2)
+    assert gray[30:70, :30].all()
+    assert gray.sum() == 40 * 30, "cut off at the edge"
+    assert not picture.any(), "the picture given is left alone"
+
+
+@pytest.mark.parametrize("level", [(2, 0), (2, 10), (3, 20)])
+def test_randaugment_of_the_originals_draws_by_picture(level: tuple[int, int]) -> None:
+    config = Augment(randaugment=level, law="google", flip=False)
+    images = [noise(16, 16, seed) for seed in range(64)]
+    together = augment(config, SIZE, images, draw(0, keys(64)))
+    alone = augment(config, SIZE, images[5:6], draw(0, keys(64))[5:6])
+    assert torch.equal(together[5:6], alone)
+    plain = torch.stack([torch.from_numpy(i).permute(2, 0, 1) for i in images])
+    assert (together != plain).flatten(1).any(1).float().mean() > 0.7
+
+
+def test_all_operations_are_as_likely() -> None:
+    seen = []
+    plain = randaugment_module.operate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            randaugment_module, "operate", lambda i, name, m, d: seen.append((name, d)) or i
+        )
+        augment(Augment(randaugment=(2, 9), law="google", flip=False), Preprocess(size=(2, 2)),
+                [noise(2, 2)] * 4000, draw(0, keys(4000)))  # fmt: skip
+    assert plain is randaugment_module.operate
+    names = [name for name, _ in seen]
+    assert len(names) == 8000
+    counts = [names.count(name) for name in randaugment_module.OPERATIONS]
+    assert len(counts) == 16
+    assert min(counts) > 400
+    assert max(counts) < 600
+    pairs = {(a, b) for a, b in zip(names[::2], names[1::2], strict=True)}
+    assert len(pairs) == 256, "the second does not depend on the first"
+    assert 0.45 < np.mean([d[0] < 0.5 for _, d in seen]) < 0.55

@@ -577,6 +577,24 @@ def test_extensions():
     assert not EXTENSIONS & {".pdf", ".eps", ".ps", ".svg", ".h5", ".mpg", ".mpeg", ".txt", ""}
 
 
+def test_small_oddities():
+    rows = [bytes(9)] * 2
+    plain = png(8, 2, rows, 3)
+    end = plain.index(b"IDAT") - 4
+    assert decode(plain + plain[end:]).shape == (2, 3, 3)  # data after the end
+    bomb = b"key\0\0" + zlib.compress(bytes(3 << 20))
+    assert refusal(png(8, 2, rows, 3, zTXt=bomb)) == "a text chunk unpacks to more than is safe"
+    short = png(8, 3, [bytes([0, 1, 0])], 3, PLTE=bytes([9, 8, 7]))  # of two colours, one
+    assert decode(short)[0, 0].tolist() == [9, 8, 7]
+    twelve_bits = bytearray(encode(picture(), "JPEG"))
+    twelve_bits[twelve_bits.index(b"\xff\xc0") + 4] = 12
+    assert refusal(bytes(twelve_bits)) == "truncated, damaged or of an unsupported kind"
+    assert refusal(encode(picture(5000, 3), "JPEG")[:-3000]).startswith("truncated")
+    assert refusal(b"II*\0\x08\0\0\0" + bytes(6))  # a TIFF without a size
+    assert refusal(b"GIF89a" + struct.pack("<HHBBB", 0, 5, 0, 0, 0) + b";")
+    assert decode(encode(picture(), "AVIF")).shape == (20, 30, 3)
+
+
 # State
 
 

@@ -256,6 +256,7 @@ def test_normalise_leaves_its_input_alone() -> None:
         ({"size": (0, 224)}, "size"),
         ({"resize": "stretch"}, "resize must be crop, squash or pad, not 'stretch'"),
         ({"crop": 0}, "crop"),
+        ({"crop": 1e-9}, "crop must lie in"),
         ({"crop": 1.1}, "crop"),
         ({"crop": float("nan")}, "crop"),
         ({"interpolation": "cubic"}, "nearest, bilinear, bicubic, lanczos, not 'cubic'"),

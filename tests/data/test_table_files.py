@@ -84,7 +84,7 @@ def test_jsonl(tmp_path: Path) -> None:
         ("path,label\n,b\n", "line 2 needs a path and a label"),
         ("path,label\na, \n", "line 2 needs a path and a label"),
         ("path,label\na,b,c\n", "line 2 has more columns"),
-        ("path,label\na,b|c\n", "line 2 has several labels (b|c)"),
+        ("path,label\na,b|\n", "line 2 has an empty label (b|)"),
         ("path,label,split\na,b,holdout\n", "line 2: split 'holdout' is not train, val or test"),
         ('path,label\n"a,b\n', "line 2: unexpected end of data"),
         ("path,label,split\na,b,train\nc,d,val\n", "val has classes that train has not: d"),

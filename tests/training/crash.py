@@ -21,6 +21,7 @@ import torch
 import toys
 
 import vitlab
+from vitlab import report
 from vitlab.evaluation import scoring
 from vitlab.training import checkpoint, loop
 from vitlab.training import run as runs
@@ -62,7 +63,7 @@ def half_a_line(n: int) -> None:
     loop._write_line = write
 
 
-def arm(point: str, n: int) -> None:
+def arm(point: str, n: int, out: Path) -> None:
     """Let this process die at the n-th passing of a point."""
     if point == "update":
         loop.update = dying(loop.update, n, "after")
@@ -97,6 +98,22 @@ def arm(point: str, n: int) -> None:
         checkpoint.save_best = dying(checkpoint.save_best, n, "after")
     elif point == "finishing":  # trained, no bundle yet
         runs.folder.write_skipped = dying(runs.folder.write_skipped, n, "after")
+    elif point == "reporting":  # half of the page is on the disk
+
+        def half(path: Path, text: str) -> None:
+            path.with_name(f".{path.name}.part").write_text(text[: len(text) // 2])
+            die()
+
+        report.write_text = half
+    elif point == "file":  # before the n-th time that something in the run's folder is touched
+        events = {"open", "os.rename", "os.remove", "os.mkdir", "os.chmod"}
+        passed = iter(range(1, 10**9))
+
+        def hook(event: str, args: tuple[Any, ...]) -> None:
+            if event in events and str(args[0]).startswith(str(out)) and next(passed) == n:
+                die()
+
+        sys.addaudithook(hook)
     elif point == "bundling":  # weights are there, config.json is not
         bundle.model_card = dying(bundle.model_card, n, "before")
     elif point != "none":
@@ -116,7 +133,7 @@ def child(out: Path, death: str) -> None:
     pid = os.fork()
     if not pid:
         if point != "time":
-            arm(point, int(number))
+            arm(point, int(number), out)
         train(out)
         os._exit(0)
     if point == "time":

@@ -29,6 +29,7 @@ def test_numbers_that_yaml_reads_as_text_are_converted() -> None:
         ({"batch": None}, "batch: needs a value"),
         ({"batch": [8]}, r"batch: must be a whole number, not \[8\]"),
         ({"batch": float("inf")}, "batch: must be a whole number, not inf"),
+        ({"lr": 10**400}, "lr: must be a number, not 1000"),
         ({"flip": "maybe"}, "flip: must be true or false, not 'maybe'"),
         ({"flip": 1}, "flip: must be true or false, not 1"),
         ({"out": 3}, "out: must be text, not 3"),
@@ -74,9 +75,47 @@ def test_what_is_wrong_is_named(values: dict[Any, Any], said: str) -> None:
         ({"budget": "soon"}, "'soon' is no length of time"),
         ({"budget": "0s"}, "'0s' is no length of time"),
         ({"save_every": "-5s"}, "'-5s' is no length of time"),
+        ({"batch": 10**400}, "--batch must be at least 1, not 1000"),
+        ({"budget": "9" * 400 + "h"}, "is no length of time"),
     ],
 )
 def test_values_out_of_range_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TrainConfig(**values)
+
+
+def test_a_switch_that_may_be_left_open_takes_words() -> None:
+    assert from_dict({"antialias": "false"}).antialias is False
+    assert from_dict({"antialias": True}).antialias is True
+    assert from_dict({"antialias": None}).antialias is None
+
+
+def test_one_rate_or_several() -> None:
+    several = {"lr": "0.003,1e-2", "select": "held-out"}
+    assert from_dict(several).lr == from_dict({**several, "lr": [0.003, 0.01]}).lr == (0.003, 0.01)
+    assert from_dict({"lr": "3e-3"}).lr == from_dict({"lr": [3e-3]}).lr == 3e-3
+    assert from_dict(yaml.safe_load(yaml.safe_dump(to_dict(from_dict(several))))).lr == (
+        0.003,
+        0.01,
+    )
+    with pytest.raises(ValueError, match="lr: must be a number, not 'fast'"):
+        from_dict({**several, "lr": "0.1,fast"})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lr": (0.1, 0.2)}, "several rates are a sweep, which needs --select held-out"),
+        ({"lr": (0.1, -1.0), "select": "held-out"}, "--lr must be at least 0, not -1"),
+        ({"select": "held-out", "held_out": 0.0}, "needs --held-out above 0"),
+        ({"layer_decay": 0.0}, "--layer-decay must be above 0 and at most 1, not 0"),
+        ({"layer_decay": 1.1}, "--layer-decay must be above 0 and at most 1, not 1.1"),
+        ({"seeds": 0}, "--seeds must be between 1 and 1000"),
+        ({"lora": 4, "freeze": "patch.*"}, "--lora freezes all but"),
+        ({"task": "multi-label", "balanced": True}, "--class-weights and --balanced are for"),
+    ],
+)
+def test_options_that_contradict_each_other(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         TrainConfig(**values)
 

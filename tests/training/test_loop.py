@@ -29,8 +29,8 @@ def make_job(classes: int = 4, **changes: Any) -> Job:
     model = ViT(ViTConfig(image=16, classes=classes, **toys.SHAPE, dropout=config.dropout or 0.0))
     torch.nn.init.normal_(model.head.weight, std=0.3)
     plan = Plan(
-        device="cpu", precision=config.precision or "float32", threads=1, workers=0,
-        in_memory=True, lr=0.1, steps=10, warmup_steps=0, eval_every=5,
+        device="cpu", precision=config.precision or "float32", processes=1, threads=1,
+        workers=0, in_memory=True, lr=0.1, steps=10, warmup_steps=0, eval_every=5,
     )  # fmt: skip
     return Job(
         config=config, plan=plan, model=model, preprocess=Preprocess(size=(16, 16)), average=None,
@@ -204,7 +204,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 ) -> None:
     spoil(monkeypatch, 7, lambda forward, job: lambda x: forward(x) * factor)
     config = toys.config(
-        tmp_path / "run", steps=20, save_every="0.000001s", lr=0.002, select="loss"
+        tmp_path / "run", steps=20, save_every="0.000001s", lr=0.002, select="loss", nonfinite=0
     )
     with pytest.raises(FloatingPointError, match=r"step 7: loss nan, .* learning rate 0.00155;"):
         vitlab.train(toys.pictures(), config)
@@ -229,7 +229,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(
             return grad * float("inf")
 
     spoil(monkeypatch, 3, lambda forward, job: lambda x: Overflow.apply(forward(x)))
-    config = toys.config(tmp_path / "run", save_every="0.000001s")
+    config = toys.config(tmp_path / "run", save_every="0.000001s", nonfinite=0)
     with pytest.raises(
         FloatingPointError, match=r"step 3: loss 1.*, norm of the gradient (inf|nan)"
     ):
@@ -274,7 +274,7 @@ def test_memory_that_runs_out_is_told_with_what_helps(
     with pytest.raises(MemoryError) as caught:
         vitlab.train(toys.pictures(), config)
     said = str(caught.value)
-    for part in ("--batch 8 in 2 parts", "16 x 16", "float32", "--accumulate 4", "bf16", "--size"):
+    for part in ("--batch 8 in 4 parts", "16 x 16", "float32", "--accumulate 8", "bf16", "--size"):
         assert part in said
     assert "\n" not in said
 

@@ -11,13 +11,19 @@ import torch
 import toys
 from torch import nn
 
+from vitlab.models.resnet import BiT, BiTConfig, StemConfig
 from vitlab.models.vit import ViT, ViTConfig
+from vitlab.training.config import TrainConfig
 from vitlab.training.optim import (
     Average,
     clip_gradients,
+    decay_of,
+    hold_back,
     learning_rate,
     make_optimizer,
+    optimizer_of,
     parameter_groups,
+    set_rate,
 )
 
 DATA = Path(os.environ.get("VITLAB_TEST_DATA", Path(__file__).parents[2] / "../shared"))
@@ -130,6 +136,84 @@ def test_a_step_without_gradient_only_decays_matrices(name: str) -> None:
     assert model.patch.weight.unique().item() == pytest.approx(0.95)
     for untouched in (model.class_token, model.positions, model.norm.weight, model.head.bias):
         assert untouched.unique().item() == 1
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, Wrapped, torch.compile], ids=["plain", "wrapped", "compiled"]
+)
+def test_layer_decay_is_in_the_rate_itself(wrap) -> None:
+    """Not in a key that only somebody's scheduler reads; and under any schedule."""
+    model = full_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer = make_optimizer(wrap(model), "adamw", 0.1, layer_decay=0.5)
+    for schedule in ("cosine", "linear"):
+        rate = learning_rate(3, 10, peak=1e-3, warmup=2, schedule=schedule)
+        set_rate(optimizer, rate)
+        rates = {names[id(p)]: g["lr"] for g in optimizer.param_groups for p in g["params"]}
+        assert rates.keys() == set(names.values())
+        for name, own in rates.items():
+            depth = {"blocks.0": 0.25, "blocks.1": 0.5, "norm.": 1, "head.": 1, "hidden.": 1}
+            share = next((s for start, s in depth.items() if name.startswith(start)), 0.125)
+            assert own == rate * share, name
+    decay = {names[id(p)]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    plain = {names[id(p)]: g["weight_decay"] for g in parameter_groups(model, 0.1)
+             for p in g["params"]}  # fmt: skip
+    assert decay == plain, "who decays does not depend on the rate"
+    assert optimizer.param_groups[0]["lr"] == rate, "the first group has the peak: it is logged"
+
+
+def test_layer_decay_of_a_hybrid_and_of_a_resnet() -> None:
+    stem = StemConfig(layers=(1,), width=8, groups=4)
+    shape = {**toys.SHAPE, "patch": 1, "image": 16}
+    model = ViT(ViTConfig(classes=3, stem=stem, **shape))
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = parameter_groups(model, 0.1, layer_decay=0.5)
+    shares = {names[id(p)]: g["lr_scale"] for g in groups for p in g["params"]}
+    assert {s for n, s in shares.items() if n.startswith("stem.")} == {0.125}
+    assert shares["norm.weight"] == 1
+    resnet = BiT(BiTConfig(layers=(1,), width=8, groups=4, classes=3))
+    with pytest.raises(ValueError, match="--layer-decay needs the encoder blocks"):
+        parameter_groups(resnet, 0.1, layer_decay=0.5)
+
+
+def test_a_head_apart_can_be_trained_alone() -> None:
+    model = full_model()
+    optimizer = make_optimizer(model, "adamw", 0.1, apart=True)
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    hold_back(optimizer)
+    left = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert left == {"hidden.weight", "hidden.bias", "head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_decay_is_decoupled_also_from_momentum(name: str) -> None:
+    """Ten steps without gradient: (1 - rate x decay)^10, as no momentum carries the decay on."""
+    layer = nn.Linear(1, 1)
+    optimizer = make_optimizer(layer, name, weight_decay=0.5)
+    layer.weight.data.fill_(1.0)
+    for _ in range(10):
+        layer.weight.grad = torch.zeros_like(layer.weight)
+        set_rate(optimizer, 0.1)
+        optimizer.step()
+    assert layer.weight.item() == pytest.approx(0.95**10, rel=1e-5)
+
+
+def test_decay_apart_from_the_rate_is_that_of_big_vision() -> None:
+    """There a step takes off wd x schedule, whatever the peak: 1e-4 at 1e-3 is AdamW's 0.1."""
+    assert decay_of(1e-4, False, 1e-3) == pytest.approx(0.1)
+    assert decay_of(0.05, True, 1e-3) == 0.05
+    assert decay_of(0.05, False, 0.0) == 0.05
+    for peak in (1e-3, 1e-2):
+        config = TrainConfig(weight_decay=1e-2, decay_with_lr=False, lr=peak)
+        layer = nn.Linear(1, 1)
+        optimizer = optimizer_of(config, peak, layer)
+        layer.weight.data.fill_(1.0)
+        layer.weight.grad = torch.zeros_like(layer.weight)
+        set_rate(optimizer, peak * 0.5)
+        optimizer.step()
+        assert layer.weight.item() == pytest.approx(1 - 1e-2 * 0.5, rel=1e-6)
 
 
 # The moving average ----------------------------------------------------------------------------

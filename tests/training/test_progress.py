@@ -1,5 +1,8 @@
 """How far a run is: a line now and then, a bar on a terminal."""
 
+import ast
+import itertools
+import json
 import logging
 import os
 import sys
@@ -10,7 +13,7 @@ import pytest
 import toys
 
 import vitlab
-from vitlab.training import progress
+from vitlab.training import checkpoint, plans, progress
 from vitlab.training.progress import Progress
 
 
@@ -67,3 +70,40 @@ def test_a_bar_on_a_terminal(photos: Path, tmp_path: Path) -> None:
     assert "30/30" in text
     assert "last weights: accuracy" in text, "lines stand above the bar"
     assert "Traceback" not in text
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a day, forwards and backwards: neither the plan, nor checkpoints, nor rates follow it."""
+    plain, jumps = time.time, itertools.cycle([0, 86_400, -86_400])
+    saved: list[int] = []
+    save = checkpoint.save
+    monkeypatch.setattr(time, "time", lambda: plain() + next(jumps))
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
+    monkeypatch.setattr(checkpoint, "save", lambda *a, **k: saved.append(a[1]) or save(*a, **k))
+    monkeypatch.setattr(plans, "PLANNING", 0.1)
+    monkeypatch.setattr(progress, "EVERY", -1.0)
+    config = toys.config(tmp_path / "run", steps=None, budget="0.3s", save_every="1h")
+    began = time.monotonic()
+    with caplog.at_level(logging.INFO, "vitlab"):
+        vitlab.train(toys.pictures(), config)
+    took = time.monotonic() - began
+    steps = toys.lines(tmp_path / "run")[-1]["step"]
+    assert 2 <= steps <= 1000
+    assert saved == [steps], "the last, and no other"
+    left = [float(m.split()[-3]) for m in caplog.messages if m.startswith("step ")]
+    assert all(0 <= seconds < 100 for seconds in left)
+    history = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert all(0 <= json.loads(line)["seconds"] <= took for line in history)
+
+
+def test_no_duration_is_measured_by_the_clock_on_the_wall() -> None:
+    """Somebody sets it, and twice a year everybody does."""
+    for path in Path(vitlab.__file__).parent.rglob("*.py"):
+        called = {
+            ast.unparse(node.func)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Call)
+        }
+        assert not called & {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}, path

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from vitlab.training import loop
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 DEATHS = [
     "best:1", "update:3", "evaluating:3", "update:7", "writing:1", "saving:3", "saved:2",
-    "line:25", "finishing:1", "bundling:1",
+    "line:25", "file:9", "file:30", "finishing:1", "reporting:1", "bundling:1",
 ]  # fmt: skip
 
 
@@ -78,6 +79,48 @@ def test_killed_fifty_times(whole: Path, tmp_path: Path) -> None:
         killed += run_and_die(out, deaths).count("killed")
         toys.same_run(whole, out)
         print(f"seed {seed}: {killed} kills")
+
+
+@pytest.mark.slow
+def test_killed_at_fifty_random_operations(whole: Path, tmp_path: Path) -> None:
+    """Above, most kills come while it trains; here while it writes, evaluates or reports."""
+    seed = int.from_bytes(os.urandom(4), "big")
+    rng = random.Random(seed)
+    moments = [
+        lambda: f"file:{rng.randrange(1, 200)}", lambda: f"file:{rng.randrange(1, 40)}",
+        lambda: f"evaluating:{rng.randrange(1, 9)}", lambda: f"writing:{rng.randrange(1, 5)}",
+        lambda: f"saving:{rng.randrange(1, 20)}", lambda: f"line:{rng.randrange(1, 60)}",
+        lambda: "reporting:1", lambda: "finishing:1", lambda: "bundling:1",
+    ]  # fmt: skip
+    killed: dict[str, int] = {}
+    while sum(killed.values()) < 50 or len(killed) < 8:
+        deaths = [rng.choice(moments)() for _ in range(10)]
+        out = tmp_path / f"{sum(killed.values())}"
+        for death, state in zip(deaths, run_and_die(out, deaths)[:-1], strict=True):
+            if state == "killed":
+                point = death.partition(":")[0]
+                killed[point] = killed.get(point, 0) + 1
+        toys.same_run(whole, out)
+        print(f"seed {seed}: {killed}")
+
+
+@pytest.mark.slow
+def test_killed_before_each_operation_on_a_file_of_the_end(whole: Path, tmp_path: Path) -> None:
+    """From the last checkpoint on: the report, skipped.csv, and each file of the bundle."""
+    start = tmp_path / "start"
+    assert run_and_die(start, ["finishing:1"]) == ["killed", "ended"]
+    for name in ("config.json", "README.md", "model.safetensors", "report.html", "skipped.csv"):
+        (start / name).unlink()
+    for n in range(1, 1000):
+        out = tmp_path / "run"
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(start, out)
+        state, end = run_and_die(out, [f"file:{n}"])
+        assert end == "ended"
+        toys.same_run(whole, out)
+        if state == "ended":  # there are no more
+            break
+    assert n > 20
 
 
 # Faults inside this process, to be quick -------------------------------------------------------

@@ -251,6 +251,16 @@ def edits() -> dict[str, tuple[Any, str]]:
         "twice": (put("classes", value=["a", "b", "a", "c"]), "a class name occurs twice"),
         "metrics": (put("metrics", value=[]), "metrics is no mapping"),
         "data": (put("data", value=None), "data is no mapping"),
+        "held-out ids": (put("data", "held_out_ids", value=5), "held_out_ids is no list of names"),
+        "deep": (put("model", "depth", value=10**9), "depth must be at most 1000"),
+        "a share of a head": (put("model", "heads", value=2.0), "heads must be a whole number"),
+        "whole in text": (put("model", "image", value="16"), "image must be a number, not '16'"),
+        "large epsilon": (put("model", "norm_eps", value=10**400), "norm_eps must be a number"),
+        "a word for a switch": (put("model", "class_token", value="no"), "must be true or false"),
+        "a share of a pixel": (put("preprocess", "size", value=[16.0, 16]), "size must be a whole"),
+        "mean": (put("preprocess", "mean", value="abc"), "mean must be a number"),
+        "crop": (put("preprocess", "crop", value=1e-9), "crop must lie in"),
+        "lines": (put("version", value="1\n2"), r"version 1\n2; this vitlab reads 1"),
     }
 
 

@@ -9,6 +9,7 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
+import toys
 from safetensors.torch import load_file, save_file
 
 import vitlab
@@ -122,6 +123,40 @@ def test_another_size_is_resampled_once_and_said(name: str, file: str, tmp_path:
     assert checkpoints.run(larger.model, checkpoints.images(larger)).shape == (2, 5)
     formats.convert(path, tmp_path / "run", "vitlab", image=(64, 32))
     checkpoints.same_state(larger, vitlab.load(tmp_path / "run"))
+
+
+def test_every_entry_takes_another_size(
+    trained: Path, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Report 054: converting, scoring, predicting and fine-tuning at other sizes than stored."""
+    report, _ = formats.convert(trained, tmp_path / "larger", "vitlab", image=32)
+    assert report.interpolated == ("positions, 2 x 2 to 4 x 4 (bicubic)",)
+    small, larger = vitlab.load(trained), vitlab.load(tmp_path / "larger")
+    assert larger.model.config.grid == (4, 4)
+    assert torch.equal(larger.model.positions[:, :1], small.model.positions[:, :1])
+    assert vitlab.evaluate(larger, str(photos), split="all").n == 40
+    picture = next(photos.rglob("*.png"))
+    assert [p.error for p in larger.predict(picture)] == [None]
+    for name, file in (("timm", "a.pth"), ("google", "a.npz")):
+        vitlab.save(larger, tmp_path / file, format=name)
+        assert torch.equal(vitlab.load(tmp_path / file).model.positions, larger.model.positions)
+    shape = dict.fromkeys(toys.SHAPE)
+    given = {"model": None, "from_": str(tmp_path / "larger"), "size": (48,), "steps": 1, **shape}
+    with caplog.at_level("INFO", "vitlab"):
+        tuned = vitlab.train(str(photos), toys.config(tmp_path / "run", **given))
+    assert tuned.model.config.grid == (6, 6)
+    assert caplog.text.count("images of 48 x 48 instead of 32 x 32") == 1
+
+
+def test_a_compiled_model_is_written_under_its_own_names(tmp_path: Path) -> None:
+    """Report 033: no file has _orig_mod in it."""
+    bundle = checkpoints.bundle()
+    compiled = replace(bundle, model=torch.compile(bundle.model, backend="eager"))
+    assert all(name.startswith("_orig_mod.") for name in compiled.model.state_dict())
+    for name, file in checkpoints.EVERYWHERE:
+        formats.write(compiled, tmp_path / name / file, name)
+        assert not any("_orig_mod" in n for n in checkpoints.tensors(tmp_path / name / file))
+    checkpoints.same_state(bundle, vitlab.load(tmp_path / "vitlab" / "a"))
 
 
 def test_rectangles_are_never_taken_for_squares(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`vitlab demo` and `vitlab train`."""
 
 import json
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ def train(options: Train) -> int:
 
     config = TrainConfig(**{f.name: getattr(options, f.name) for f in fields(TrainConfig)})
     bundle = runs.train(options.spec, config)
+    if os.environ.get("RANK", "0") != "0":  # torchrun's other processes
+        return 0
     if options.json:
         print(json.dumps({"out": options.out, "metrics": bundle.card.metrics}))
     else:
@@ -62,6 +65,13 @@ def _score(metrics: dict[str, Any], out: str | None) -> str:
     if not metrics:
         return f"trained without validation pictures: {out}"
     low, high = metrics["top1_interval"]
+    seeds = metrics.get("seeds", {})
+    if "mean" in seeds:
+        of_all = [f"{seeds['mean']:.2%}", *(f"{bound:.2%}" for bound in seeds["interval"])]
+        return (
+            f"accuracy of {len(seeds['seed'])} seeds {of_all[0]} (95 % interval {of_all[1]} to"
+            f" {of_all[2]}), of the first {metrics['top1']:.2%} on {metrics['scored_on']}: {out}"
+        )
     return (
         f"accuracy {metrics['top1']:.2%} on {metrics['n']:,} pictures of {metrics['scored_on']}"
         f" (95 % interval {low:.2%} to {high:.2%}); report: {out}/report.html"

@@ -46,7 +46,7 @@ def evaluate(options: Evaluate) -> int:
     from vitlab import runs
     from vitlab.evaluation import scoring
 
-    bundle = _load(options)
+    bundle = load(options)
     how = {"batch": options.batch, "workers": options.workers}
     if options.out:
         metrics = runs.evaluate_into(
@@ -61,7 +61,7 @@ def evaluate(options: Evaluate) -> int:
 def predict(options: Predict) -> int:
     from vitlab.weights.predictor import stream
 
-    bundle = _load(options)
+    bundle = load(options)
     failed = 0
     for p in stream(bundle, options.images, top=options.top, batch=options.batch):
         failed += p.error is not None
@@ -75,15 +75,17 @@ def predict(options: Predict) -> int:
                     "probability": p.probability,
                     "top": top,
                 }
+                if p.labels:
+                    answer["labels"] = list(p.labels)
             print(json.dumps(answer), flush=True)
         elif p.error is None:
-            print(f"{p.file}: {p.label} ({p.probability:.1%})", flush=True)
+            print(f"{p.file}: {' | '.join(p.labels) or p.label} ({p.probability:.1%})", flush=True)
         else:
             print(f"{p.file}: error: {p.error}", file=sys.stderr, flush=True)
     return 1 if failed else 0
 
 
-def _load(options: Evaluate | Predict) -> Any:
+def load(options: Any) -> Any:
     """The bundle, on its device."""
     import torch
 

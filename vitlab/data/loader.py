@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitlab.data.augment import Augment, augment, draw, random_box
+from vitlab.data import streams
+from vitlab.data.augment import Augment, _scramble, augment, draw, random_box
 from vitlab.data.decode import Unreadable
 from vitlab.data.preprocess import Preprocess, fit, normalise
 from vitlab.data.sources import Load, Source, load_region
 
 MEMORY = 2 << 30  # bytes of decoded pictures that are kept in memory at most
 TRIES = 100  # unreadable files in a row before training gives up
+LARGE = 1 << 20  # rows from which an epoch's order is computed where it is needed, not kept
+ROUNDS = 8  # of the network that computes it
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Batch:
     """What a loader yields."""
 
     images: Tensor  # [B, 3, H, W]: uint8 for training, float32 (normalised) for evaluation
-    labels: Tensor  # [B] int64
+    labels: Tensor  # [B] int64; [B, K] float32 where a picture may have several
     rows: list[int]  # [B] rows of the source
     skipped: list[tuple[int, str]]  # rows that could not be read, and why
 
@@ -47,6 +50,33 @@ def order(seed: int, epoch: int, n: int) -> np.ndarray:
     return rows
 
 
+def rows_at(seed: int, epoch: int, n: int, positions: np.ndarray) -> np.ndarray:
+    """The rows at some positions [B] of an epoch's order: [B] int64.
+
+    Up to LARGE rows they are looked up in `order`. Beyond, each is computed: a Feistel network
+    permutes the numbers below the next power of two, and is walked until it is back below n, so
+    that a set of any size costs neither memory nor time.
+    """
+    if n <= LARGE:
+        return order(seed, epoch, n)[positions]
+    words = np.random.default_rng([seed, 1, epoch]).integers(0, 2**64, ROUNDS, dtype=np.uint64)
+    bits = (n - 1).bit_length()
+    low = bits // 2
+
+    def permute(x: np.ndarray) -> np.ndarray:
+        one, other = x >> np.uint64(low), x & np.uint64((1 << low) - 1)
+        masks = np.uint64((1 << bits - low) - 1), np.uint64((1 << low) - 1)
+        for i in range(0, ROUNDS, 2):
+            one = one ^ (_scramble(other ^ words[i]) & masks[0])
+            other = other ^ (_scramble(one ^ words[i + 1]) & masks[1])
+        return one << np.uint64(low) | other
+
+    rows = permute(positions.astype(np.uint64))
+    while (outside := rows >= n).any():
+        rows[outside] = permute(rows[outside])
+    return rows.astype(np.int64)
+
+
 def keys(n: int, batch: int, seed: int, start: int, stop: int) -> Iterator[np.ndarray]:
     """For each of steps start ... stop - 1 of the endless stream over n rows: [batch, 3] int64.
 
@@ -55,7 +85,7 @@ def keys(n: int, batch: int, seed: int, start: int, stop: int) -> Iterator[np.nd
     for step in range(start, stop):
         epochs, positions = np.divmod(np.arange(step * batch, (step + 1) * batch), n)
         rows = [
-            order(seed, epoch, n)[positions[epochs == epoch]]
+            rows_at(seed, epoch, n, positions[epochs == epoch])
             for epoch in range(int(epochs[0]), int(epochs[-1]) + 1)
         ]
         yield np.column_stack([epochs, positions, np.concatenate(rows)])
@@ -72,25 +102,38 @@ def train_batches(
     stop: int,
     workers: int = 0,
     strict: bool = False,
+    share: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
     """Batches of steps start ... stop - 1, images uint8, always `batch` of them.
+
+    With `share` (rank, number of processes), that process's part of each batch.
 
     An unreadable picture is listed, and the next readable one takes its place; with `strict`,
     or after TRIES of them in a row, it raises Unreadable.
     """
     make = partial(_train_batch, source, augment, preprocess, seed, strict)
-    return _load(make, keys(len(source), batch, seed, start, stop), workers)
+    rank, world = share
+    own = slice(rank * batch // world, (rank + 1) * batch // world)
+    if isinstance(source.load, streams.Stream):
+        found = streams.keys(source.load.starts, batch, seed, start, stop)
+    else:
+        found = keys(len(source), batch, seed, start, stop)
+    return _load(make, (k[own] for k in found), workers)
 
 
 def eval_batches(
-    source: Source, preprocess: Preprocess, *, batch: int, workers: int = 0
-) -> Iterator[Batch]:
+    source: Source, preprocess: Preprocess, *, batch: int, workers: int = 0,
+    share: tuple[int, int] = (0, 1),
+) -> Iterator[Batch]:  # fmt: skip
     """Every row once, in order, images float32; the last batch may be small.
 
-    Unreadable pictures are left out and listed.
+    Unreadable pictures are left out and listed. With `share` (rank, n), every n-th row from
+    `rank` on; all processes get as many batches, the last of some may be empty.
     """
-    n = len(source)
-    rows = [range(at, min(at + batch, n)) for at in range(0, n, batch)]
+    rank, world = share
+    own = range(rank, len(source), world)
+    most = -(-len(source) // world)  # rows of the first process
+    rows = [own[at : at + batch] for at in range(0, most, batch)]
     return _load(partial(_eval_batch, source, preprocess), rows, workers)
 
 
@@ -104,12 +147,12 @@ def _train_batch(
     for row, own in zip(keys[:, 2].tolist(), draws, strict=True):
         load = source.load
         if config.crop:
-            box = partial(random_box, own, config.crop)
+            box = partial(random_box, own, config.crop, law=config.law)
             load = partial(load_region, source.load, region=box, least=preprocess.size)
         image, row = _readable(source, load, row, 1 if strict else TRIES, skipped)
         images.append(image)
         rows.append(row)
-    labels = torch.from_numpy(source.labels[rows])
+    labels = _labels(source, rows)
     return Batch(augment(config, preprocess, images, draws), labels, rows, skipped)
 
 
@@ -135,7 +178,14 @@ def _eval_batch(source: Source, preprocess: Preprocess, rows: Iterable[int]) -> 
     images = torch.empty(0, 3, *preprocess.size)
     if kept:
         images = normalise(preprocess, fit(preprocess, list(kept.values())))
-    return Batch(images, torch.from_numpy(source.labels[list(kept)]), list(kept), skipped)
+    labels = _labels(source, list(kept))
+    return Batch(images, labels, list(kept), skipped)
+
+
+def _labels(source: Source, rows: list[int]) -> Tensor:
+    if source.many is not None:
+        return torch.from_numpy(source.many[rows]).float()
+    return torch.from_numpy(np.asarray(source.labels[rows], dtype=np.int64))
 
 
 def _read(load: Load, row: int) -> np.ndarray | str:
@@ -214,7 +264,7 @@ def fits_memory(*sources: Source) -> bool:
     limit = MEMORY
     if hasattr(os, "sysconf"):
         limit = min(limit, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-    return total < limit
+    return total * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < limit
 
 
 def in_memory(source: Source, threads: int) -> Source:

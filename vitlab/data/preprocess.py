@@ -21,6 +21,7 @@ FILTERS = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 SLIVER = 16  # times the crop: what sticks out further is not even resized
+SMALLEST = 0.02  # crop: the picture that it is cut from may be 50 times as high and wide, no more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class Preprocess:
             raise ValueError(f"size must be (h, w), not {self.size}")
         if self.resize not in ("crop", "squash", "pad"):
             raise ValueError(f"resize must be crop, squash or pad, not {self.resize!r}")
-        if not 0 < self.crop <= 1:
-            raise ValueError(f"crop must lie in (0, 1], not {self.crop}")
+        if not SMALLEST <= self.crop <= 1:
+            raise ValueError(f"crop must lie in [{SMALLEST}, 1], not {self.crop}")
         if self.interpolation not in FILTERS:
             raise ValueError(
                 f"interpolation must be one of {', '.join(FILTERS)}, not {self.interpolation!r}"

@@ -5,8 +5,9 @@ split. Classes are those of the training part; the other parts' labels are match
 """
 
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,14 @@ class Source:
     spec: str  # what the user named
     split: str  # train, val, test or all
     classes: tuple[str, ...]  # class names; labels index them
-    labels: np.ndarray  # [N] int64
+    labels: np.ndarray  # [N] int64; of shards int32, mapped from their index
     ids: np.ndarray  # [N] bytes: each picture's path or number (one buffer, cheap to share)
     load: Load
-    groups: np.ndarray | None = None  # [N] int64: pictures of one group stay in one split
+    groups: np.ndarray | None = None  # [N] int64: pictures of one group stay in one split; numbers
+    # of the whole set, the same group has the same in each split; below 0: a picture by itself
     notes: tuple[str, ...] = ()  # what was ignored while reading, for people
+    many: np.ndarray | None = None  # [N, K] bool: all labels of each picture, where it may have
+    # several; `labels` has the first
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -55,8 +59,16 @@ class Source:
 # Readers: small frozen objects, because they travel to the processes that decode ---------------
 
 
+class Stored:
+    """A reader of encoded files."""
+
+    def file(self, i: int) -> str | bytes:
+        """Where picture i lies, or its bytes."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Files:
+class Files(Stored):
     """Reads pictures from a folder."""
 
     root: str
@@ -71,7 +83,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Members:
+class Members(Stored):
     """Reads pictures from a zip, without unpacking it.
 
     It knows where each picture lies, so that no process holds the archive's directory (a million
@@ -136,7 +148,7 @@ def load_region(load: Load, i: int, region: decode.Region, least: tuple[int, int
     """
     if isinstance(load, Chosen):
         return load_region(load.load, int(load.rows[i]), region, least)
-    if isinstance(load, Files | Members):
+    if isinstance(load, Stored):
         return decode.decode(load.file(i), region=region, least=least)
     image = load(i)
     left, top, right, bottom = region(*image.shape[:2])
@@ -161,13 +173,17 @@ def open_spec(spec: str) -> dict[str, Source]:
 
 
 def _open(spec: str) -> dict[str, Source]:
-    from vitlab.data import named, tables, trees  # they build sources, so they import this module
+    from vitlab.data import named, shards, streams, tables, trees  # they import this module
 
+    if "://" in spec:
+        return streams.open_stream(spec)
     if spec.startswith("hf:"):
         return named.open_hub(spec)
     if spec in named.NAMES:
         return named.open_named(spec)
     path = Path(os.path.expanduser(spec))
+    if shards.meant(spec):
+        return shards.open_shards(spec)
     if path.is_dir():
         return trees.open_folder(spec, path)
     if not path.exists():
@@ -178,7 +194,7 @@ def _open(spec: str) -> dict[str, Source]:
         return trees.open_zip(spec, path)
     if path.suffix.lower() in (".csv", ".jsonl"):
         return tables.open_table(spec, path)
-    raise ValueError(f"{spec}: not a folder, .zip, .csv or .jsonl")
+    raise ValueError(f"{spec}: not a folder, .zip, .csv or .jsonl, and no .tar")
 
 
 def from_arrays(
@@ -231,6 +247,7 @@ def assemble(
     if any("\ud800" <= c <= "\udfff" for name in order for c in name):
         raise ValueError(f"{spec}: class names must be UTF-8 text: {listing(order)}")
     sources = {}
+    numbers = number_groups([row[3] for part in parts.values() for row in part])
     for split, part in parts.items():
         unknown = sorted({row[1] for row in part} - index.keys())
         if unknown:
@@ -239,13 +256,41 @@ def assemble(
                 f"{listing(unknown)}"
             )
         ids = strings(row[0] for row in part)
-        names = sorted({row[3] for row in part})
+        groups, numbers = numbers[: len(part)], numbers[len(part) :]
         sources[split] = Source(
             spec=spec, split=split, classes=order, ids=ids, load=reader(ids), notes=notes,
             labels=np.array([index[row[1]] for row in part], dtype=np.int64),
-            groups=np.searchsorted(names, [row[3] for row in part]) if any(names) else None,
+            groups=groups if (groups >= 0).any() else None,
         )  # fmt: skip
     return sources
+
+
+def number_groups(names: Sequence[str]) -> np.ndarray:
+    """[N] int64: equal for equal names; a picture without one (an empty name) is by itself."""
+    found = {name: i for i, name in enumerate(sorted({name for name in names if name}))}
+    return np.array([found.get(name, -1 - i) for i, name in enumerate(names)], dtype=np.int64)
+
+
+def regroup(parts: Mapping[str, Source], pattern: str) -> dict[str, Source]:
+    """The same sources, grouped by what a regular expression finds in the pictures' paths.
+
+    The name of a group is the expression's first group, or else all that it found. Raises
+    ValueError where it is no expression, or finds nothing anywhere.
+    """
+    try:
+        search = re.compile(pattern).search
+    except re.error as e:
+        raise ValueError(f"--group {pattern!r}: not a regular expression ({e})") from e
+    names = []
+    for source in parts.values():
+        found = (search(source.id(i)) for i in range(len(source)))
+        names += [(m[1] if m.re.groups else m[0]) or "" if m else "" for m in found]
+    if not any(names):
+        raise ValueError(f"--group {pattern!r}: found in no picture's path")
+    ends = np.cumsum([len(source) for source in parts.values()])[:-1]
+    numbers = np.split(number_groups(names), ends)
+    pairs = zip(parts.items(), numbers, strict=True)
+    return {split: replace(source, groups=groups) for (split, source), groups in pairs}
 
 
 def strings(values: Iterable[str]) -> np.ndarray:
@@ -270,9 +315,10 @@ def printable(text: str) -> str:
 def select(source: Source, rows: np.ndarray, split: str) -> Source:
     """The rows of a source, as a source of its own."""
     groups = None if source.groups is None else source.groups[rows]
+    many = None if source.many is None else source.many[rows]
     return replace(
         source, split=split, labels=source.labels[rows], ids=source.ids[rows],
-        load=Chosen(source.load, rows), groups=groups,
+        load=Chosen(source.load, rows), groups=groups, many=many,
     )  # fmt: skip
 
 
@@ -329,6 +375,8 @@ def match_classes(source: Source, classes: tuple[str, ...]) -> Source:
 
     Raises ValueError naming the source's classes that are not among them.
     """
+    if source.classes == tuple(classes):
+        return source
     index = {name: i for i, name in enumerate(classes)}
     unknown = [c for c in source.classes if c not in index]
     if unknown:
@@ -337,4 +385,8 @@ def match_classes(source: Source, classes: tuple[str, ...]) -> Source:
             f"{listing(unknown)}; the model knows {listing(classes)}"
         )
     where = np.array([index[c] for c in source.classes], dtype=np.int64)
-    return replace(source, classes=tuple(classes), labels=where[source.labels])
+    many = None
+    if source.many is not None:
+        many = np.zeros((len(source), len(classes)), dtype=bool)
+        many[:, where] = source.many
+    return replace(source, classes=tuple(classes), labels=where[source.labels], many=many)

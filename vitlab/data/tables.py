@@ -1,4 +1,7 @@
-"""Tables that name pictures: CSV `path,label[,split][,group]`, or JSONL of the same keys."""
+"""Tables that name pictures: CSV `path,label[,split][,group]`, or JSONL of the same keys.
+
+Several labels of a picture are separated by `|`; then all of the table is multi-label.
+"""
 
 import csv
 import io
@@ -7,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vitlab.data.multilabel import MARK, spread
 from vitlab.data.sources import SPLITS, Files, Source, assemble
 
 
@@ -22,7 +26,11 @@ def open_table(spec: str, path: Path) -> dict[str, Source]:
         raise ValueError(f"{spec}: no rows")
     rest = "train" if any(split for _, _, split, _ in rows) else "all"
     rows = [(file, label, split or rest, group) for file, label, split, group in rows]
-    return assemble(spec, rows, lambda ids: Files(str(path.parent), ids))
+    labels = {label for _, label, _, _ in rows}
+    several = any(MARK in label for label in labels)
+    joined = tuple(sorted(labels)) if several else None
+    parts = assemble(spec, rows, lambda ids: Files(str(path.parent), ids), joined)
+    return spread(parts) if several else parts
 
 
 def _row(where: str, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
@@ -39,8 +47,8 @@ def _row(where: str, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
         raise ValueError(f"{where} needs a path and a label")
     if any("\ud800" <= c <= "\udfff" for c in file):
         raise ValueError(f"{where}: the path is not UTF-8 text")
-    if "|" in label:
-        raise ValueError(f"{where} has several labels ({label}); give one")
+    if not all(map(str.strip, label.split(MARK))):
+        raise ValueError(f"{where} has an empty label ({label})")
     if split and split.lower() not in SPLITS:
         raise ValueError(f"{where}: split {split!r} is not train, val or test")
     return file, label, SPLITS.get(split.lower(), ""), group

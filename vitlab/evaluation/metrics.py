@@ -36,6 +36,15 @@ class Metrics:
         """[K] share of right answers among those that name the class; NaN where none does."""
         return _ratio(self.confusion.diagonal(), self.confusion.sum(axis=0))
 
+    @property
+    def headline(self) -> float:
+        """What `--select top1` compares."""
+        return self.top1
+
+    def curves(self) -> dict[str, float]:
+        """What a line of metrics.jsonl has beyond accuracy and loss."""
+        return {}
+
     def summary(self) -> dict[str, Any]:
         """What config.json and --json carry: plain numbers, NaN as None."""
         return {

@@ -1,17 +1,19 @@
 """Score a bundle on a source: every picture exactly once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from vitlab.data import loader, sources
+from vitlab.data import loader, multilabel, sources
 from vitlab.data.preprocess import Preprocess
 from vitlab.data.sources import Source
 from vitlab.evaluation.metrics import Metrics, count
+from vitlab.evaluation.multilabel import count_many
 from vitlab.weights.bundle import Bundle, Card
 
 
@@ -45,8 +47,28 @@ def evaluate(
     Raises ValueError for an unknown split or classes the model does not know.
     """
     chosen = choose(source, split, bundle.card) if isinstance(source, str) else source
-    chosen = sources.match_classes(chosen, bundle.classes)
-    return score(bundle.model, bundle.preprocess, chosen, batch=batch, workers=workers).metrics
+    return score(
+        bundle.model, bundle.preprocess, match(chosen, bundle), batch=batch, workers=workers,
+        thresholds=thresholds_of(bundle.card),
+    ).metrics  # fmt: skip
+
+
+def match(source: Source, bundle: Bundle) -> Source:
+    """The source with labels as the bundle's model gives them: its classes, one or several.
+
+    Raises ValueError for classes that the model does not know, or several labels where it has one.
+    """
+    source = sources.match_classes(source, bundle.classes)
+    if bundle.card.task == "multi-label":
+        return multilabel.as_many(source)
+    if source.many is not None:
+        raise ValueError(f"{source.spec}: has several labels a picture, the model gives one")
+    return source
+
+
+def thresholds_of(card: Card) -> Mapping[str, float] | None:
+    """Of a multi-label bundle, by class: chosen in training, on validation pictures."""
+    return card.metrics.get("thresholds", {}) if card.task == "multi-label" else None
 
 
 def choose(spec: str, split: str | None, card: Card) -> Source:
@@ -83,6 +105,9 @@ def score(
     workers: int = 0,
     precision: torch.dtype = torch.float32,
     tick: Callable[[int], None] = lambda n: None,
+    share: tuple[int, int] = (0, 1),
+    gather: Callable[[Any], list[Any]] = lambda own: [own],
+    thresholds: Mapping[str, float] | None = None,
 ) -> Scores:
     """Run a model over a whole source.
 
@@ -91,6 +116,9 @@ def score(
         source: labels index the model's outputs.
         precision: torch.bfloat16 runs it under autocast.
         tick: called with the pictures done after each batch; may raise to stop.
+        share: (rank, number of processes): each scores every n-th row, and all get all scores.
+        gather: a value -> the values of all processes.
+        thresholds: of a multi-label model, by class; chosen from these pictures where not given.
     """
     if batch < 1 or workers < 0:
         raise ValueError(f"batch must be at least 1, workers 0, not {batch} and {workers}")
@@ -99,7 +127,9 @@ def score(
     model.eval()
     logits, labels, rows, skipped = [], [], [], []
     try:
-        for part in loader.eval_batches(source, preprocess, batch=batch, workers=workers):
+        for part in loader.eval_batches(
+            source, preprocess, batch=batch, workers=workers, share=share
+        ):
             with torch.autocast(weight.device.type, precision, precision != torch.float32):
                 out = model(part.images.to(weight.device, weight.dtype))
             logits.append(out.float().cpu())
@@ -109,12 +139,19 @@ def score(
             tick(len(part.rows))
     finally:
         model.train(was_training)
-    stacked = torch.cat(logits)
-    metrics = count(
-        stacked.numpy(), torch.cat(labels).numpy(), source.classes,
-        f"{source.spec} {source.split}", len(skipped),
-    )  # fmt: skip
+    found = gather((torch.cat(logits), torch.cat(labels), rows, skipped))
+    rows = [row for part in found for row in part[2]]
+    skipped = [row for part in found for row in part[3]]
+    in_order = torch.from_numpy(np.argsort(rows, kind="stable"))
+    stacked = torch.cat([part[0] for part in found])[in_order]
+    truth = torch.cat([part[1] for part in found])[in_order].numpy()
+    about = (source.classes, f"{source.spec} {source.split}", len(skipped))
+    if source.many is None:
+        metrics, probabilities = count(stacked.numpy(), truth, *about), stacked.softmax(dim=1)
+    else:
+        metrics = count_many(stacked.numpy(), truth, *about, thresholds)
+        probabilities = stacked.sigmoid()
     return Scores(
-        metrics=metrics, rows=np.array(rows), skipped=skipped,
-        probabilities=stacked.softmax(dim=1).numpy(),
+        metrics=metrics, rows=np.array(rows)[in_order], skipped=skipped,
+        probabilities=probabilities.numpy(),
     )  # fmt: skip

@@ -234,14 +234,17 @@ class BiT(nn.Module):
         self.head = zero_(nn.Linear(config.features, config.classes)) if config.classes else None
 
     def forward(self, images: Tensor) -> Tensor:
+        y = self.represent(images)
+        return y if self.head is None else self.head(y)
+
+    def represent(self, images: Tensor) -> Tensor:
+        """What the head sees: [B, features]."""
         check_images(images)
         x = self.conv(images)
         # No ReLU has been here: zeros around the map take part, as in big_transfer and timm
         # (big_vision's reading of the same weights pads with -inf).
         x = F.max_pool2d(F.pad(x, [1] * 4), 3, stride=2)  # [B, width, H / 4, W / 4]
-        x = F.relu(self.norm(self.stages(x)))
-        y = x.mean(dim=(2, 3))
-        return y if self.head is None else self.head(y)
+        return F.relu(self.norm(self.stages(x))).mean(dim=(2, 3))
 
     def resize(self, image: int | tuple[int, int], resample: str = "bicubic") -> "BiT":
         """Record another image size, in place, as `ViT.resize` does; no tensor depends on it."""

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vitlab.training import parallel
 from vitlab.training.optim import Average
 from vitlab.weights.bundle import written
 
@@ -27,8 +28,11 @@ def save(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
+    write: bool = True,
 ) -> None:
-    """Write the checkpoint of a step.
+    """Write the checkpoint of a step; `write` on one of several processes, called by all.
+
+    It is the same file whether the model is sharded or not, on any number of processes.
 
     Raises FloatingPointError, writing nothing, if a number is not finite; OSError if the disk
     refuses. The older checkpoints are intact in either case.
@@ -38,19 +42,27 @@ def save(
     if average:
         tensors |= {f"average.{k}": v for k, v in average.tensors.items()}
         state = {**state, "average_updates": average.updates}
+    tensors = _on_cpu(tensors, write)
     broken = [k for k, v in tensors.items() if not v.isfinite().all()]
     if broken:
         raise FloatingPointError(f"step {step}: {broken[0]} is not finite; nothing was saved")
+    if not write:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with written(folder / f"{step:09d}.safetensors") as aside:
-        metadata = {"state": json.dumps({"step": step, **state})}
-        save_file(_on_cpu(tensors), aside, metadata=metadata)
+        save_file(tensors, aside, metadata={"state": json.dumps({"step": step, **state})})
     for old in checkpoints(folder)[:-KEEP]:
         old.unlink()
 
 
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+def _on_cpu(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Whole tensors, gathered one at a time from sharded ones; none where they are not kept."""
+    kept = {}
+    for name, tensor in tensors.items():
+        gathered = parallel.whole(tensor.detach())
+        if keep:
+            kept[name] = gathered.cpu().contiguous()
+    return kept
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -82,16 +94,27 @@ def restore(
     average: Average | None,
 ) -> None:
     """Put a checkpoint's tensors back, bit for bit."""
-    model.load_state_dict(_part(tensors, "model."))
+    load(model, _part(tensors, "model."))
     if average:
         for name, tensor in _part(tensors, "average.").items():
-            average.tensors[name].copy_(tensor)
+            average.tensors[name].copy_(parallel.like(tensor, average.tensors[name]))
         average.updates = state["average_updates"]
     entries: dict[int, dict[str, Tensor]] = {}
     for key, tensor in _part(tensors, "optimizer.").items():
         index, _, name = key.partition(".")
         entries.setdefault(int(index), {})[name] = tensor
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, entry in ((parameters[i], entry) for i, entry in entries.items()):
+        for name, tensor in entry.items():
+            if tensor.shape == parameter.shape:  # a moment, not a count
+                entry[name] = parallel.like(tensor, parameter)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
+
+
+def load(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Whole tensors into a model, sharded or not."""
+    own = model.state_dict()
+    model.load_state_dict({k: parallel.like(v, own[k]) for k, v in tensors.items()})
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -107,12 +130,15 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
-def save_best(out: Path, tensors: dict[str, Tensor]) -> None:
+def save_best(out: Path, tensors: dict[str, Tensor], write: bool = True) -> None:
     """Keep weights as the best so far, in `checkpoints/best`, whole or not at all."""
     folder = out / "checkpoints"
+    tensors = _on_cpu(tensors, write)
+    if not write:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with written(folder / "best") as aside:
-        save_file(_on_cpu(tensors), aside)
+        save_file(tensors, aside)
 
 
 def load_best(out: Path) -> dict[str, Tensor]:

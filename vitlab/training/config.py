@@ -25,18 +25,31 @@ def _shown(metavar: str, name: str | None = None) -> Any:
 Text = Annotated[str | None, _shown("TEXT")]
 Whole = Annotated[int | None, _shown("INT")]
 Number = Annotated[float | None, _shown("FLOAT")]
+Rates = Annotated[float | tuple[float, ...] | None, _shown("FLOAT")]
 Start = Annotated[str | None, _shown("BUNDLE", "from")]
 Size = Annotated[tuple[int, ...] | None, _shown("H [W]")]
 Pool = Annotated[Literal["token", "mean"] | None, _shown("{token,mean}")]
 Area = Annotated[tuple[float, float] | None, tyro.conf.arg(metavar="LEAST MOST")]
 RandAugment = Annotated[tuple[int, int] | None, _shown("N MAGNITUDE")]
-Precision = Annotated[Literal["float32", "bf16"] | None, _shown("{float32,bf16}")]
+Resize = Annotated[Literal["crop", "squash", "pad"] | None, _shown("{crop,squash,pad}")]
+Filter = Annotated[
+    Literal["nearest", "bilinear", "bicubic", "lanczos"] | None,
+    _shown("{nearest,bilinear,bicubic,lanczos}"),
+]
+Choice = Annotated[bool | None, _shown("{true,false}")]
+Precision = Annotated[
+    Literal["float32", "bf16", "float64"] | None, _shown("{float32,bf16,float64}")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Options of a training run. None means: chosen automatically, and printed."""
+    """Options of a training run. None means: chosen automatically, and printed.
 
+    `recipe` only names the recipe whose defaults these are: `recipes.configure` reads one.
+    """
+
+    recipe: Text = None  # other defaults than these: a name of docs/recipes.md, or a YAML file
     model: Text = None  # name of the model, see `vitlab models`
     from_: Start = None  # bundle to start from
     out: Text = None  # folder of the run; the same command resumes it
@@ -51,6 +64,9 @@ class TrainConfig:
     pool: Pool = None  # representation: class token or patch mean
     dropout: Number = None  # after E_pos and dense layers
     drop_path: Number = None  # stochastic depth of the last block
+    tanh_head: bool = False  # pre-training's head: a tanh layer of D before the linear one
+    head_bias: Number = None  # initial bias of a new head: softmax 0, sigmoid -log(classes)
+    positions: Literal["learned", "sincos"] = "learned"  # E_pos: trained, or fixed 2-D sines
 
     # how long: at most one of these (default: 30 epochs, 10 when starting from a bundle)
     epochs: Number = None  # passes over the training part
@@ -58,40 +74,66 @@ class TrainConfig:
     images: Whole = None  # pictures seen
     budget: Text = None  # time, as 90s, 3min or 2h: steps are planned from measured speed
 
+    # what is learned
+    task: Literal["single-label", "multi-label"] = "single-label"  # how many labels a picture has
+    loss: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: one yes or no a class, summed
+    class_weights: bool = False  # weigh each picture by how rare its class is, mean 1
+    balanced: bool = False  # show each class as often: repeats pictures of the smaller ones
+    freeze: Text = None  # tensors kept as they are: patterns as blocks.*,patch.*; or backbone
+    head_first: float = 0.0  # steps that train the head alone; below 1: share of all steps
+    layer_decay: float = 1.0  # rate of a block, as a share of that of the block above it
+    lora: int = 0  # rank of adapters that are trained, with the head, instead of the model; 0: none
+
     # optimisation
     batch: int = 64  # pictures a step
     accumulate: int = 1  # parts a batch is cut into, to save memory; the result is the same
     optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd has momentum 0.9
-    lr: Number = None  # peak rate (adamw 1e-3, sgd 0.03; a tenth of it with --from)
+    lr: Rates = None  # peak rate (adamw 1e-3, sgd 0.03; a tenth with --from); 0.01,0.03: a sweep
     schedule: Literal["cosine", "linear"] = "cosine"  # decay after the warm-up
     lr_end: float = 0.0  # rate at the end of the decay
     warmup: float = 0.05  # steps of linear warm-up; below 1: share of all steps
     weight_decay: float = 0.05  # decoupled, on weight matrices only
+    decay_with_lr: bool = True  # decay a step: times the rate; no: times the schedule alone
     clip: float = 1.0  # largest global norm of the gradient; 0: no clipping
     ema: float = 0.0  # decay of the moving average of the weights; 0: none
     label_smoothing: float = 0.1  # share of each target spread over all classes
-    select: Literal["last", "top1", "loss"] = "last"  # weights kept: last, or best on validation
+    select: Literal["last", "top1", "loss", "held-out"] = "last"  # weights kept: last, or best on
+    # validation; held-out: sweep --lr on a part of train, learn again from all of it, score test
+    patience: int = 0  # evaluations without a better one (by --select) that end a run; 0: never
+    seeds: int = 1  # runs, from --seed on; mean and interval of their scores are told
 
     # augmentation
     crop: Area = (0.35, 1.0)  # area of the random resized crop; none: whole
     flip: bool = True  # mirror half of the pictures
-    randaugment: RandAugment = None  # operations a picture, magnitude 0 to 30
+    randaugment: RandAugment = None  # operations a picture, magnitude 0 to 30 (google: 10 is full)
+    augment_as: Literal["torchvision", "google"] = "torchvision"  # whose crops and RandAugment
     erase: float = 0.0  # probability of random erasing
     mixup: float = 0.0  # Beta parameter; 0: off
     cutmix: float = 0.0  # Beta parameter; 0: off
 
+    # evaluation's picture, where it differs from the model's
+    resize: Resize = None  # cover and crop, squash to the size, or pad to it
+    eval_crop: Number = None  # share of the resized picture that the central crop keeps, per side
+    interpolation: Filter = None  # filter of every resizing
+    antialias: Choice = None  # false: plain interpolation, as TensorFlow's pipelines do
+
     # data
     held_out: float = 0.1  # share of train held out for validation where there is no val
+    group: Text = None  # regular expression: what it finds in a path stays in one split (patients)
     strict: bool = False  # end the run at the first unreadable file instead of skipping it
 
     # machine
     device: Text = None  # cuda, mps or cpu
     precision: Precision = None  # arithmetic of the forward pass
+    shard: bool = False  # under torchrun: parameters in parts (FSDP2) instead of copies (DDP)
+    recompute: bool = False  # activations are computed again, not kept: less memory, more time
     compile: bool = False  # torch.compile; needs a C++ compiler, gives up bit-exact resuming
     threads: Whole = None  # CPU threads of this process
     workers: Whole = None  # processes that decode; they do not change the result
     seed: int = 0  # of initial weights, order, augmentation and dropout
     save_every: str = "5min"  # time between checkpoints
+    nonfinite: int = 3  # steps skipped, in all, for a loss that is not finite; one more ends it
+    tensorboard: bool = False  # write metrics as TensorBoard events too
     overwrite: bool = False  # start anew where a run exists
 
     def __post_init__(self) -> None:
@@ -100,17 +142,20 @@ class TrainConfig:
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         if isinstance(self.size, int):
             object.__setattr__(self, "size", (self.size,))
-        lengths = [
-            n for n in ("epochs", "steps", "images", "budget") if getattr(self, n) is not None
-        ]
+        if isinstance(self.lr, (tuple, list)) and len(self.lr) == 1:
+            object.__setattr__(self, "lr", self.lr[0])
+        lengths = [n for n in LENGTHS if getattr(self, n) is not None]
         if len(lengths) > 1:
             raise ValueError(f"give only one of {' and '.join('--' + n for n in lengths)}")
         for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
+            given = getattr(self, name)
+            for value in given if isinstance(given, tuple) else (given,):
+                if value is None or low <= value <= high:
+                    continue
                 bound = f"at least {low:g}" if high >= _MAX else f"between {low:g} and {high:g}"
-                bound = "above 0" if low == _TINY else bound
-                raise ValueError(f"--{name.replace('_', '-')} must be {bound}, not {value:g}")
+                if low == _TINY:
+                    bound = "above 0" if high >= _MAX else f"above 0 and at most {high:g}"
+                raise ValueError(f"--{name.replace('_', '-')} must be {bound}, not {value}")
         if self.size is not None and len(self.size) not in (1, 2):
             raise ValueError(f"--size takes one number or two (H W), not {len(self.size)}")
         if self.batch % self.accumulate:
@@ -126,18 +171,29 @@ class TrainConfig:
                 "--randaugment must be a count from 1 and a magnitude from 0 to 30,"
                 f" not {self.randaugment}"
             )
+        if isinstance(self.lr, tuple) and self.select != "held-out":
+            raise ValueError("--lr: several rates are a sweep, which needs --select held-out")
+        if self.select == "held-out" and not self.held_out:
+            raise ValueError("--select held-out needs --held-out above 0")
+        if self.task == "multi-label" and (self.class_weights or self.balanced):
+            raise ValueError("--class-weights and --balanced are for single labels")
+        if self.lora and self.freeze:
+            raise ValueError("--lora freezes all but its adapters and the head; drop --freeze")
         if self.budget is not None:
             seconds(self.budget)
         seconds(self.save_every)
 
 
+LENGTHS = ("epochs", "steps", "images", "budget")  # at most one of them is given
 _MAX, _TINY = sys.float_info.max, sys.float_info.min  # so that infinity is refused, and zero
 _RANGES = [  # field, least, most
     ("epochs", _TINY, _MAX), ("steps", 1, _MAX), ("images", 1, _MAX), ("batch", 1, _MAX),
     ("accumulate", 1, _MAX), ("lr", 0, _MAX), ("lr_end", 0, _MAX), ("warmup", 0, _MAX),
     ("weight_decay", 0, _MAX), ("clip", 0, _MAX), ("ema", 0, 1), ("label_smoothing", 0, 1),
     ("erase", 0, 1), ("mixup", 0, _MAX), ("cutmix", 0, _MAX), ("held_out", 0, 0.9),
-    ("threads", 1, _MAX), ("workers", 0, 256), ("seed", 0, 2**63 - 1),
+    ("threads", 1, _MAX), ("workers", 0, 256), ("seed", 0, 2**63 - 1), ("head_bias", -1e3, 1e3),
+    ("head_first", 0, _MAX), ("layer_decay", _TINY, 1), ("lora", 0, _MAX), ("patience", 0, _MAX),
+    ("seeds", 1, 1000), ("eval_crop", _TINY, 1), ("nonfinite", 0, _MAX),
 ]  # fmt: skip
 
 
@@ -145,7 +201,7 @@ def seconds(text: str) -> float:
     """`90s`, `3min`, `1.5h`, `90` -> seconds. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     unit = UNITS.get(match[2] or "s") if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
+    if match is None or unit is None or not 0 < float(match[1]) < _MAX / unit:
         raise ValueError(f"{text!r} is no length of time: write 90s, 3min or 2h")
     return float(match[1]) * unit
 
@@ -156,6 +212,11 @@ def from_dict(values: Mapping[str, Any], where: str = "configuration") -> TrainC
     Unknown keys are refused with the nearest known one; numbers written as text (YAML reads
     `1e-4` as a string) are converted, anything else of a wrong type is refused.
     """
+    return TrainConfig(**convert_all(values, where))
+
+
+def convert_all(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Plain values as those of fields; what is unknown or of a wrong type is refused."""
     hints = get_type_hints(TrainConfig)
     known = {f.name.rstrip("_"): f.name for f in fields(TrainConfig)}
     converted = {}
@@ -167,7 +228,7 @@ def from_dict(values: Mapping[str, Any], where: str = "configuration") -> TrainC
             converted[known[key]] = convert(value, hints[known[key]])
         except (TypeError, ValueError) as e:
             raise ValueError(f"{where}: {key}: {e}") from None
-    return TrainConfig(**converted)
+    return converted
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -186,7 +247,10 @@ def convert(value: Any, kind: Any) -> Any:
         if NoneType in options:
             return None
         raise ValueError("needs a value")
-    kind = next(o for o in options if o is not NoneType)
+    kind, *several = (o for o in options if o is not NoneType)
+    if several:  # one, or several by commas
+        value = value.split(",") if isinstance(value, str) and "," in value else value
+        kind = several[0] if isinstance(value, (list, tuple)) else kind
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ValueError(f"must be one of {', '.join(get_args(kind))}, not {value!r}")
@@ -199,6 +263,8 @@ def convert(value: Any, kind: Any) -> Any:
             raise ValueError(f"needs {len(expected)} values, not {', '.join(map(repr, parts))}")
         return tuple(convert(v, item) for v in parts)
     wrong = ValueError(f"must be {_WORDS[kind]}, not {value!r}")
+    if kind is bool and value in ("true", "false"):
+        return value == "true"
     if kind is bool or isinstance(value, bool):
         if kind is bool and isinstance(value, bool):
             return value
@@ -209,5 +275,5 @@ def convert(value: Any, kind: Any) -> Any:
         raise wrong
     try:
         return os.fspath(value) if kind is str else kind(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise wrong from None

@@ -10,18 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import yaml
 
+from vitlab.data.sources import printable
 from vitlab.training import config as configs
 from vitlab.training.config import TrainConfig
 from vitlab.training.loop import Job, Plan
 from vitlab.weights.bundle import write_text
 
 log = logging.getLogger("vitlab")
-FREE = {"out", "overwrite", "workers", "save_every"}  # options that do not change the result
+# Options that do not change the result, but for its last bits.
+FREE = {"out", "overwrite", "workers", "save_every", "shard", "recompute", "tensorboard"}
 
 
 @contextmanager
@@ -65,13 +67,14 @@ def recorded(out: Path, config: TrainConfig) -> dict[str, Any] | None:
         return None
     if config.overwrite:
         return None
+    content = path.read_bytes()
     try:
-        record = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+        record = dict(yaml.safe_load(content.decode("utf-8")))
         asked = configs.to_dict(configs.from_dict(dict(record["asked"]), str(path)))
-        Plan(**record["plan"])
+        record["plan"] = _plan(record["plan"])
         then, _ = str(record["torch"]), record["data"]
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, ValueError) as e:
-        why = " ".join(str(e).split())
+    except Exception as e:  # YAML raises everything from IndexError to RecursionError
+        why = " ".join(str(e).split())[:200] or type(e).__name__
         raise ValueError(f"{path}: damaged ({why}); --overwrite starts anew") from e
     now = configs.to_dict(config)
     changed = [
@@ -79,13 +82,23 @@ def recorded(out: Path, config: TrainConfig) -> dict[str, Any] | None:
         for key in now if key not in FREE and asked[key] != now[key]
     ]  # fmt: skip
     if changed:
+        what = printable("; ".join(changed))
         raise ValueError(
-            f"--out {out}: holds a run with other options ({'; '.join(changed)}); give the same,"
+            f"--out {out}: holds a run with other options ({what}); give the same,"
             " another folder, or --overwrite"
         )
     if then != _torch():
         log.warning("began with torch %s, this is %s: the last bits may differ", then, _torch())
     return record
+
+
+def _plan(values: dict[str, Any]) -> dict[str, Any]:
+    """A recorded plan, each value of its type and possible."""
+    hints = get_type_hints(Plan)
+    plan = Plan(**{name: configs.convert(value, hints[name]) for name, value in values.items()})
+    if min(plan.threads, plan.steps, plan.eval_every) < 1 or min(plan.workers, plan.lr) < 0:
+        raise ValueError("the plan holds impossible numbers")
+    return asdict(plan)
 
 
 def refuse_inside(out: Path, spec: str) -> None:
@@ -95,6 +108,12 @@ def refuse_inside(out: Path, spec: str) -> None:
         return
     if not any(p.is_dir() and p.name.lower().startswith("train") for p in photos.iterdir()):
         raise ValueError(f"--out {out}: lies among the class folders of {spec}")
+
+
+def begin(out: Path, config: TrainConfig, job: Job, fingerprint: str) -> None:
+    """Put a new run in the place of an older one."""
+    clear(out)
+    write_record(out, config, job, fingerprint)
 
 
 def write_record(out: Path, config: TrainConfig, job: Job, fingerprint: str) -> None:
@@ -121,9 +140,10 @@ def clear(out: Path) -> None:
     it is still known as a run.
     """
     (out / "config.json").unlink(missing_ok=True)
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    for name in ("checkpoints", "tensorboard"):
+        shutil.rmtree(out / name, ignore_errors=True)
     for name in ("model.safetensors", "metrics.jsonl", "metrics.json", "skipped.csv",
-                 "report.html", "README.md", "run.yaml"):  # fmt: skip
+                 "bad-batch.safetensors", "report.html", "README.md", "run.yaml"):  # fmt: skip
         (out / name).unlink(missing_ok=True)
 
 

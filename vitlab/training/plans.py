@@ -11,10 +11,11 @@ import torch
 from vitlab.data import loader
 from vitlab.data.sources import Source
 from vitlab.models.zoo import Model
-from vitlab.training import machine
+from vitlab.training import machine, parallel
 from vitlab.training.config import TrainConfig, seconds
-from vitlab.training.loop import EVALUATIONS, Job, Plan, batches, out_of_memory, update
-from vitlab.training.optim import Average, make_optimizer
+from vitlab.training.loop import EVALUATIONS, Job, Plan, batches, update
+from vitlab.training.optim import Average, optimizer_of
+from vitlab.training.safety import out_of_memory
 
 log = logging.getLogger("vitlab")
 PLANNING = 20.0  # seconds of trial steps that plan a --budget, at most a twentieth of it
@@ -28,15 +29,25 @@ def choose(
     """What does not depend on the number of steps."""
     in_memory = loader.fits_memory(*(part for part in (train_part, val_part) if part is not None))
     lr = {"adamw": 1e-3, "sgd": 0.03}[config.optimizer] * (0.1 if config.from_ else 1.0)
+    if isinstance(config.lr, tuple):
+        raise ValueError("one run has one --lr")
     return Plan(
         device=str(device),
         precision=machine.precision(config.precision, device),
+        processes=parallel.current().world,
         threads=config.threads or torch.get_num_threads(),
         workers=0 if in_memory else max(1, machine.cores() - (device.type == "cpu")),
         in_memory=in_memory,
         lr=lr if config.lr is None else config.lr,
         steps=0, warmup_steps=0, eval_every=0,
     )  # fmt: skip
+
+
+def moved(plan: Plan, auto: Plan) -> Plan:
+    """A recorded plan on another number of processes: what they learn stays, how they work not."""
+    log.info("%d processes instead of %d", auto.processes, plan.processes)
+    own = ("processes", "threads", "workers", "in_memory")
+    return replace(plan, **{name: getattr(auto, name) for name in own})
 
 
 def length(job: Job) -> Job:
@@ -46,9 +57,14 @@ def length(job: Job) -> Job:
     warmup = round(c.warmup * steps if c.warmup < 1 else c.warmup)
     if warmup >= steps and warmup:
         raise ValueError(f"--warmup {warmup} is not less than the {steps} steps of the run")
+    head = round(c.head_first * steps if c.head_first < 1 else c.head_first)
+    if head > steps:
+        raise ValueError(f"--head-first {head} is more than the {steps} steps of the run")
     epochs = steps * c.batch / n
     every = max(1, round(epochs / EVALUATIONS)) * n / c.batch
-    plan = replace(job.plan, steps=steps, warmup_steps=warmup, eval_every=max(1, round(every)))
+    plan = replace(
+        job.plan, steps=steps, warmup_steps=warmup, eval_every=max(1, round(every)), head_steps=head
+    )
     return replace(job, plan=plan)
 
 
@@ -62,9 +78,11 @@ def _budget_steps(job: Job) -> int:
     """Steps that fit --budget, from the speed of trial steps on a copy of the model."""
     budget = seconds(job.config.budget or "")
     model = copy.deepcopy(job.model)
+    own = job.config.batch // job.ranks.world  # each process tries its share, alone
     trial = replace(
-        job, model=model, plan=replace(job.plan, steps=1),
-        optimizer=make_optimizer(model, job.config.optimizer, job.config.weight_decay),
+        job, model=model, plan=replace(job.plan, steps=1), ranks=parallel.Ranks(),
+        config=replace(job.config, batch=own),
+        optimizer=optimizer_of(job.config, job.plan.lr, model),
         average=Average(model, job.config.ema) if job.average else None,
     )  # fmt: skip
     stream = batches(trial, start=0, stop=10**9)
@@ -79,6 +97,7 @@ def _budget_steps(job: Job) -> int:
             update(trial, forward, next(stream), 2 + len(durations))
             durations.append(time.perf_counter() - before)
     step_time = statistics.median(durations)  # one hiccup must not halve a run
+    step_time = parallel.total(job.ranks, step_time)[0] / job.ranks.world
     # A pass over the validation part costs a third of training on as many pictures.
     share = len(job.val) / len(job.train) / 3 * (2 if job.average else 1) if job.val else 0.0
     steps = max(1, round(budget / step_time / (1 + share)))
@@ -99,6 +118,13 @@ def tell(job: Job) -> None:
     h, w = getattr(job.model.config, "grid", (16, 16))
     if h * w < 16:
         log.warning("only %d patches an image: a smaller --patch or larger --size sees more", h * w)
+    if c.layer_decay != 1 or plan.head_steps:
+        shares = [group["lr_scale"] for group in job.optimizer.param_groups if group["params"]]
+        log.info("rates of %d groups: %.3g of the peak at the bottom, %.3g at the head;"
+                 " the head alone for %d steps",
+                 len(shares), min(shares), max(shares), plan.head_steps)  # fmt: skip
+    if c.balanced:
+        log.info("--balanced: an epoch is %s pictures", f"{len(job.train):,}")
     if plan.lr > HIGH[c.optimizer]:
         log.warning("--lr %g is high for %s: above %g, training often fails",
                     plan.lr, c.optimizer, HIGH[c.optimizer])  # fmt: skip

@@ -18,7 +18,7 @@ EVERY = 30.0  # seconds between lines where there is no terminal
 class Progress:
     """Counts steps; `rate` is in pictures a second of training, evaluation apart."""
 
-    def __init__(self, total: int, done: int, batch: int) -> None:
+    def __init__(self, total: int, done: int, batch: int, shown: bool = True) -> None:
         self.total, self.done, self.batch = total, done, batch
         self.first = done
         self.began = self.spoken = time.monotonic()
@@ -27,7 +27,8 @@ class Progress:
         self.bar = Bar(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-            console=Console(file=sys.stderr), disable=not sys.stderr.isatty(), transient=True,
+            console=Console(file=sys.stderr), disable=not (shown and sys.stderr.isatty()),
+            transient=True,
         )  # fmt: skip
         self.task = self.bar.add_task("training", total=total, completed=done, note="")
 

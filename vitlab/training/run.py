@@ -2,8 +2,9 @@
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from vitlab.data.preprocess import Preprocess
 from vitlab.data.sources import Source
 from vitlab.evaluation.scoring import Scores
 from vitlab.models import zoo
-from vitlab.training import folder, machine, plans
+from vitlab.training import adapters, folder, initial, machine, parallel, plans, tasks, tracking
 from vitlab.training.config import TrainConfig
 from vitlab.training.loop import Job, Plan, run
-from vitlab.training.optim import Average, make_optimizer
+from vitlab.training.optim import Average, optimizer_of
 from vitlab.weights import bundle as bundles
 from vitlab.weights import formats
 from vitlab.weights.bundle import Bundle, Card
@@ -38,63 +39,85 @@ def train(source: Data, config: TrainConfig, finish: Finish = lambda *_: None) -
     if config.out is None:
         raise ValueError("give --out RUN, the folder of the run")
     out = Path(config.out)
-    with folder.alone(out):
-        record = folder.recorded(out, config)
-        if record and (out / "config.json").exists():
+    with parallel.processes() as ranks, parallel.lost(ranks), _held(out, ranks):
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            config = replace(config, overwrite=False)  # torchrun starts a lost process again
+        record = parallel.first_says(ranks, lambda: folder.recorded(out, config))
+        if record and parallel.first_says(ranks, (out / "config.json").exists):
             log.info("%s: this run is finished; --overwrite starts anew", out)
             return bundles.load(out)
         where = machine.device(record["plan"]["device"] if record else config.device)
         generators = [where] if where.type == "cuda" else []
         with torch.random.fork_rng(generators), _threads():
-            return _train(source, config, out, record, where, finish)
+            return _train(source, config, out, record, where, finish, ranks)
+
+
+@contextmanager
+def _held(out: Path, ranks: parallel.Ranks) -> Iterator[None]:
+    """The folder, held by the first process for all."""
+    with ExitStack() as held:
+        parallel.first_says(ranks, lambda: held.enter_context(folder.alone(out)))
+        yield
 
 
 def _train(
     source: Data, config: TrainConfig, out: Path, record: dict[str, Any] | None,
-    where: torch.device, finish: Finish,
+    where: torch.device, finish: Finish, ranks: parallel.Ranks,
 ) -> Bundle:  # fmt: skip
     start = _start(config, out)
     if isinstance(source, str):
         folder.refuse_inside(out, source)
-    spec, parts = _open(source)
+    spec, parts = open_data(source)
     train_part, val_part, split = _split(spec, parts, config)
     train_part, val_part = _match(start, train_part, val_part)
+    train_part = tasks.suit(config, train_part)
+    val_part = val_part and tasks.suit(config, val_part)
     fingerprint = _fingerprint(train_part, val_part)
     if record and record["data"] != fingerprint:
         raise ValueError(f"{out}: the pictures have changed since this run began; --overwrite")
     held_out = val_part if val_part and split != "val" else None
     card = Card(
+        task="classification" if config.task == "single-label" else config.task,
         source=_origin(config, start),
         data={
             "spec": spec, "split": split, "seed": config.seed,
             "held_out_ids": [held_out.id(i) for i in range(len(held_out))] if held_out else [],
         },
     )  # fmt: skip
-    job = _prepare(config, where, train_part, val_part, start, record["plan"] if record else None)
+    plan = record["plan"] if record else None
+    job = _prepare(config, where, train_part, val_part, start, plan, ranks)
     unreadable = _unreadable(job, config.strict)
     if not record:
-        folder.clear(out)
-        folder.write_record(out, config, job, fingerprint)
-    plans.tell(job)
+        parallel.first_says(ranks, lambda: folder.begin(out, config, job, fingerprint))
+    if ranks.first:
+        plans.tell(job)
     scores, unreadable = run(job, out, unreadable)
-    folder.write_skipped(out, unreadable)
+    for own in parallel.gather(ranks, unreadable):
+        unreadable |= own
+    if config.lora:
+        adapters.merge(job.model)
+    model = parallel.gathered(job.model)
+    if ranks.first:
+        folder.write_skipped(out, unreadable)
     if job.val and scores:
         predicted, true = (scores.metrics.confusion.any(axis=axis).sum() for axis in (0, 1))
         if predicted == 1 < true:
             log.warning("every picture is taken for the same class: a lower --lr may help")
-        finish(out, job.val, scores, unreadable)
+        if ranks.first:
+            finish(out, job.val, scores, unreadable)
     finished = Bundle(
-        model=job.model.to("cpu").eval(), preprocess=job.preprocess, classes=train_part.classes,
+        model=model, preprocess=job.preprocess, classes=train_part.classes,
         card=replace(card, metrics=scores.metrics.summary() if scores else {}),
     )  # fmt: skip
-    bundles.save(finished, out)
+    parallel.first_says(ranks, lambda: bundles.save(finished, out))
     return finished
 
 
 # Data ------------------------------------------------------------------------------------------
 
 
-def _open(source: Data) -> tuple[str, Mapping[str, Source]]:
+def open_data(source: Data) -> tuple[str, Mapping[str, Source]]:
+    """(spec, sources by split) of whatever `train` takes."""
     if isinstance(source, str):
         return source, sources.open_spec(source)
     if isinstance(source, Source):
@@ -110,6 +133,8 @@ def _split(
     spec: str, parts: Mapping[str, Source], config: TrainConfig
 ) -> tuple[Source, Source | None, str]:
     """(train, validation, the rule): val where there is one, else a held-out share of train."""
+    if config.group is not None:
+        parts = sources.regroup(parts, config.group)
     for note in next(iter(parts.values())).notes:
         log.info(note)
     whole = parts.get("train") or parts.get("all")
@@ -125,6 +150,8 @@ def _split(
     if not config.held_out:
         if config.select != "last":
             raise ValueError(f"--select {config.select} needs validation pictures")
+        if config.patience:
+            raise ValueError(f"--patience {config.patience} needs validation pictures")
         return whole, None, "none"
     train_part, val_part = sources.hold_out(whole, config.held_out, config.seed)
     return train_part, val_part, f"stratified {config.held_out:g} of train"
@@ -147,6 +174,7 @@ def _fingerprint(*parts: Source | None) -> str:
             digest.update("\0".join(part.classes).encode("utf-8", "surrogateescape"))
             digest.update(part.ids.tobytes())
             digest.update(part.labels.tobytes())
+            digest.update(b"" if part.many is None else part.many.tobytes())
     return digest.hexdigest()
 
 
@@ -192,6 +220,7 @@ def _origin(config: TrainConfig, start: Bundle | None) -> dict[str, Any]:
 def _prepare(
     config: TrainConfig, where: torch.device, train_part: Source, val_part: Source | None,
     start: Bundle | None, recorded: dict[str, Any] | None,
+    ranks: parallel.Ranks = parallel.ALONE,
 ) -> Job:  # fmt: skip
     """Build model and optimizer, make the automatic choices or take the recorded ones."""
     torch.manual_seed(config.seed)
@@ -200,20 +229,46 @@ def _prepare(
     else:
         model = zoo.build(_shape(config, len(train_part.classes)))
         preprocess = Preprocess(size=model.config.image)
-    model.to(where)
-    choice = (
-        Plan(**recorded) if recorded else plans.choose(config, model, where, train_part, val_part)
-    )
+    preprocess = initial.with_preprocess(config, preprocess)
+    initial.prepare(config, model, start is None or start.classes != train_part.classes)
+    if config.tensorboard:
+        tracking.require()
+    if config.shard and not torch.distributed.is_initialized():
+        raise ValueError("--shard needs several processes: torchrun -m vitlab train ...")
+    if config.shard and config.budget:
+        raise ValueError("--budget cannot be planned with --shard; give --epochs or --steps")
+    if config.shard and config.lora:
+        raise ValueError("--lora trains few parameters; leave --shard out")
+    if config.batch % (config.accumulate * ranks.world):
+        raise ValueError(
+            f"--batch {config.batch} cannot be cut into {ranks.world} processes x"
+            f" --accumulate {config.accumulate}"
+        )
+    if not config.shard:
+        model.to(where)
+    choice = Plan(**recorded) if recorded else None
+    if choice is None or choice.processes != ranks.world:
+        auto = plans.choose(config, model, where, train_part, val_part)
+        choice = plans.moved(choice, auto) if choice else auto
+    if choice.precision == "float64":
+        model.double()
     if config.workers is not None:
         choice = replace(choice, workers=config.workers)
     torch.set_num_threads(choice.threads)
     if choice.in_memory:
         train_part = loader.in_memory(train_part, choice.threads)
         val_part = val_part and loader.in_memory(val_part, choice.threads)
+    if config.balanced:
+        train_part = tasks.balanced(train_part, config.seed)
+    weights = tasks.class_weights(train_part).to(where) if config.class_weights else None
+    if config.recompute:
+        parallel.recompute(model)
+    if config.shard:
+        parallel.shard(model, where)
     job = Job(
         config=config, plan=choice, model=model, preprocess=preprocess, train=train_part,
-        val=val_part, optimizer=make_optimizer(model, config.optimizer, config.weight_decay),
-        average=Average(model, config.ema) if config.ema else None,
+        val=val_part, optimizer=optimizer_of(config, choice.lr, model), weights=weights,
+        average=Average(model, config.ema) if config.ema else None, ranks=ranks,
     )  # fmt: skip
     return job if recorded else plans.length(job)
 
@@ -222,12 +277,13 @@ def _shape(config: TrainConfig, classes: int) -> zoo.Config:
     """The shape of a model trained from scratch."""
     if config.model is None:
         raise ValueError("give --model NAME (see `vitlab models`) or --from BUNDLE")
-    return zoo.configure(
+    shape = zoo.configure(
         config.model, classes=classes, image=_size(config), patch=config.patch,
         width=config.width, depth=config.depth, heads=config.heads, mlp_width=config.mlp_width,
         pool=config.pool, class_token=None if config.pool is None else config.pool == "token",
         dropout=config.dropout, drop_path=config.drop_path,
     )  # fmt: skip
+    return initial.with_head(config, shape)
 
 
 def _size(config: TrainConfig) -> tuple[int, int] | None:

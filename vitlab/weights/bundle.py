@@ -4,13 +4,13 @@ import difflib
 import fnmatch
 import hashlib
 import json
-import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -18,18 +18,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitlab.data.preprocess import Preprocess as Preprocess
+from vitlab.data.sources import printable
 from vitlab.models import zoo
 from vitlab.models.vit import ViTConfig
 from vitlab.weights.predictor import Prediction, predict
 
 VERSION = 1
+DEEPEST = 1000  # blocks of a model; a number damaged into a billion would be built for hours
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
     """What a bundle tells of itself beside model, preprocessing and classes."""
 
-    task: str = "classification"
+    task: str = "classification"  # or multi-label
     calibration: dict[str, Any] | None = None  # e.g. a temperature; None: as trained
     source: dict[str, Any] = field(default_factory=dict)  # where the weights came from
     data: dict[str, Any] = field(default_factory=dict)  # spec, split rule, seed, held-out ids
@@ -60,8 +62,8 @@ def save(bundle: Bundle, path: str | os.PathLike[str], format: str = "vitlab") -
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        k: v.detach().to("cpu", copy=True).contiguous()
-        for k, v in bundle.model.state_dict().items()
+        k.removeprefix("_orig_mod."): v.detach().to("cpu", copy=True).contiguous()
+        for k, v in bundle.model.state_dict().items()  # of a compiled model: under its own names
     }
     config = folder / "config.json"
     # Renamed from the last to the first: a folder with a config.json is a whole bundle.
@@ -151,27 +153,33 @@ def load(path_or_name: str | os.PathLike[str], drop: Iterable[str] = ()) -> Bund
             model = zoo.build(kind(**shape))
         preprocess = Preprocess(**config["preprocess"])
         classes = config["classes"]
-        if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
+        if not _are_names(classes):
             raise ValueError("classes is no list of names")
         card = Card(**{f.name: config[f.name] for f in fields(Card) if f.name in config})
         for name in ("source", "data", "metrics"):
             if not isinstance(getattr(card, name), dict):
                 raise ValueError(f"{name} is no mapping")
+        if not _are_names(card.data.get("held_out_ids", [])):
+            raise ValueError("held_out_ids is no list of names")
         if len(classes) != model.config.classes:
             raise ValueError(f"{len(classes)} class names for {model.config.classes} outputs")
         if len(set(classes)) != len(classes):
             raise ValueError("a class name occurs twice")
         if preprocess.size != model.config.image:
             raise ValueError(f"preprocess size {preprocess.size}, model {model.config.image}")
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
-        reason = f"{e} is missing" if isinstance(e, KeyError) else str(e).partition("\n")[0]
-        raise ValueError(f"{folder / 'config.json'}: {reason}") from e
+    except Exception as e:  # numbers of any size make torch raise errors of any kind
+        reason = f"{e} is missing" if isinstance(e, KeyError) else str(e).partition("\n")[0][:300]
+        raise ValueError(f"{folder / 'config.json'}: {reason or type(e).__name__}") from e
     tensors = _read_tensors(model, folder / "model.safetensors", tuple(drop))
     if len(tensors) < len(model.state_dict()):  # what was dropped keeps its initial values
         model = zoo.build(model.config)
         tensors = {**model.state_dict(), **tensors}
     model.load_state_dict(tensors, assign=True)
     return Bundle(model=model.eval(), preprocess=preprocess, classes=tuple(classes), card=card)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -182,20 +190,34 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") != "vitlab":
         raise ValueError(f"{path}: not the configuration of a vitlab bundle")
     if config.get("version") != VERSION:
-        raise ValueError(f"{path}: version {config.get('version')}; this vitlab reads {VERSION}")
+        version = printable(str(config.get("version")))
+        raise ValueError(f"{path}: version {version}; this vitlab reads {VERSION}")
     return config
 
 
 def _check(values: dict[str, Any], kind: type) -> None:
-    """Refuse keys that a configuration does not have, and numbers that are none."""
+    """Refuse keys that a configuration does not have, and values of another type."""
     hints = get_type_hints(kind)
     for key, value in values.items():
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1, cutoff=0)[0]
             raise ValueError(f"unknown key {key!r}: did you mean {near}?")
-        is_number = type(value) in (int, float) and math.isfinite(value)
-        if hints[key] in (int, float) and not is_number:
-            raise ValueError(f"{key} must be a number, not {value!r}")
+        inner = next((k for k in get_args(hints[key]) if is_dataclass(k)), None)
+        if inner and isinstance(value, dict):
+            _check(value, cast(type, inner))
+        several = get_origin(hints[key]) is tuple
+        hint = get_args(hints[key])[0] if several else hints[key]
+        items = value if several and isinstance(value, list) else [value]
+        if hint is bool and not isinstance(value, bool):
+            raise ValueError(f"{key} must be true or false, not {value!r}")
+        for item in items if hint in (int, float) else ():
+            largest = {int: 2**63, float: sys.float_info.max}.get(type(item))
+            if largest is None or not abs(item) <= largest:
+                raise ValueError(f"{key} must be a number, not {item!r}")
+            if hint is int and type(item) is float:
+                raise ValueError(f"{key} must be a whole number, not {item!r}")
+        if key in ("depth", "layers") and sum(items) > DEEPEST:
+            raise ValueError(f"{key} must be at most {DEEPEST}, not {value!r}")
 
 
 def _read_tensors(model: zoo.Model, path: Path, drop: Sequence[str]) -> dict[str, Tensor]:
@@ -205,7 +227,9 @@ def _read_tensors(model: zoo.Model, path: Path, drop: Sequence[str]) -> dict[str
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: is missing") from None
     except (SafetensorError, OSError) as e:
-        raise ValueError(f"{path}: damaged ({e}); restore it from where it came") from e
+        raise ValueError(
+            f"{path}: damaged ({printable(str(e))}); restore it from where it came"
+        ) from e
 
     def dropped(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in drop)
@@ -231,7 +255,7 @@ def _read_tensors(model: zoo.Model, path: Path, drop: Sequence[str]) -> dict[str
 
 
 def _some(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)[:3]) or "none"
+    return printable(", ".join(sorted(names)[:3])[:200]) or "none"
 
 
 def sha256(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ class Prediction:
     label: str | None = None  # the most probable class
     probability: float | None = None  # of that class
     top: tuple[tuple[str, float], ...] = ()  # the best classes, best first
+    labels: tuple[str, ...] = ()  # of a multi-label model: all classes above their thresholds
     error: str | None = None  # why the picture could not be read
 
 
@@ -70,7 +71,8 @@ def stream(bundle: Bundle, images: Any, *, top: int = 5, batch: int = 32) -> Ite
             if i in errors:
                 yield Prediction(file=name, error=errors[i])
             else:
-                yield _rank(name, next(rows), bundle.classes, top)
+                row = next(rows)
+                yield replace(_rank(name, row, bundle.classes, top), labels=_above(bundle, row))
 
 
 def _rank(name: str, row: list[float], classes: tuple[str, ...], top: int) -> Prediction:
@@ -81,9 +83,20 @@ def _rank(name: str, row: list[float], classes: tuple[str, ...], top: int) -> Pr
     return Prediction(file=name, label=ranked[0][0], probability=ranked[0][1], top=ranked)
 
 
+def _above(bundle: Bundle, row: list[float]) -> tuple[str, ...]:
+    """Classes whose threshold, chosen in training, a multi-label model's answer reaches."""
+    if bundle.card.task != "multi-label":
+        return ()
+    least = bundle.card.metrics.get("thresholds", {})
+    return tuple(c for c, p in zip(bundle.classes, row, strict=True) if p >= least.get(c, 0.5))
+
+
 @torch.inference_mode()
 def probabilities(bundle: Bundle, images: Tensor) -> Tensor:
-    """Preprocessed images [B, 3, H, W] -> probabilities [B, K], float32 on the CPU."""
+    """Preprocessed images [B, 3, H, W] -> probabilities [B, K], float32 on the CPU.
+
+    They sum to 1, but for a multi-label model, where each class has its own yes or no.
+    """
     model = bundle.model
     weight = next(model.parameters())
     was_training = model.training
@@ -91,7 +104,9 @@ def probabilities(bundle: Bundle, images: Tensor) -> Tensor:
         logits = model.eval()(images.to(weight.device, weight.dtype))
     finally:
         model.train(was_training)
-    return logits.float().softmax(dim=1).cpu()
+    logits = logits.float()
+    several = bundle.card.task == "multi-label"
+    return (logits.sigmoid() if several else logits.softmax(dim=1)).cpu()
 
 
 def pixels(picture: Any) -> np.ndarray:

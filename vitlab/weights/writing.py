@@ -31,7 +31,8 @@ def write_model(bundle: Bundle, fmt: Format, drop: Sequence[str], alone: bool) -
 
     Raises `Refused` for what the format has no place for and `drop` does not name.
     """
-    state = {name: tensor.detach() for name, tensor in bundle.model.state_dict().items()}
+    tensors = bundle.model.state_dict()  # of a compiled model: under its own names
+    state = {name.removeprefix("_orig_mod."): tensor.detach() for name, tensor in tensors.items()}
     source, config = bundle.card.source, bundle.model.config
     dropped: list[str] = []
     notes: list[str] = []

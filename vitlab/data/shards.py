@@ -1,0 +1,324 @@
+"""Pictures in tar shards, each found by its place: what `packing` writes, and any webdataset's.
+
+The index of a packed set is arrays on disk that are mapped, not read: ten million pictures cost a
+process 80 MB at most, of memory that all processes share. Order and split are as for any source.
+"""
+
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+import tarfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from vitlab.data import decode
+from vitlab.data.sources import MAX_MEMBER, SPLITS, Source, Stored, listing
+
+FORMAT, VERSION = "vitlab-shards", 1
+INDEX = "index.json"  # of a packed folder: written last, so that a folder with it is whole
+BLOCK = 512  # bytes: a header, and what everything in a tar is a multiple of
+_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
+
+
+@dataclass(frozen=True)
+class Shards(Stored):
+    """Reads pictures from tar files, each opened for one read: no process shares an offset."""
+
+    files: tuple[str, ...]  # paths of the shards
+    starts: np.ndarray  # [shards + 1] int64: first row of each
+    places: str | np.ndarray  # [N] uint32: BLOCKs before each picture's header; or its .npy
+
+    def __call__(self, i: int) -> np.ndarray:
+        return decode.decode(self.file(i))
+
+    def file(self, i: int) -> bytes:
+        """Its bytes."""
+        _, data = self._read(i)
+        return data
+
+    def id(self, i: int) -> str:
+        """Shard and name in it."""
+        try:
+            name, _ = self._read(i, with_data=False)
+        except decode.Unreadable:
+            name = f"picture {i - self.starts[self._shard(i)]}"
+        return f"{os.path.basename(self.files[self._shard(i)])}/{name}"
+
+    def _shard(self, i: int) -> int:
+        return int(np.searchsorted(self.starts, i, side="right")) - 1
+
+    def _read(self, i: int, with_data: bool = True) -> tuple[str, bytes]:
+        places = mapped(self.places) if isinstance(self.places, str) else self.places
+        shard = self.files[self._shard(i)]
+        try:
+            with open(shard, "rb") as file:
+                file.seek(int(places[i]) * BLOCK)
+                info = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
+                if info.size > MAX_MEMBER:
+                    raise decode.Unreadable(f"larger than {MAX_MEMBER >> 20} MiB")
+                data = file.read(info.size) if with_data else b""
+        except (OSError, tarfile.TarError) as e:
+            raise decode.Unreadable(f"cannot be read from {shard} ({e})") from e
+        if with_data and len(data) < info.size:
+            raise decode.Unreadable(f"truncated in {shard}")
+        return info.name, data
+
+
+class Names:
+    """Pictures' names as a source keeps them, but read from the shards when they are asked for."""
+
+    def __init__(self, load: Shards, digest: bytes, rows: np.ndarray | None = None) -> None:
+        self.load, self.digest, self.rows = load, digest, rows
+
+    def __len__(self) -> int:
+        return int(self.load.starts[-1]) if self.rows is None else len(self.rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, int | np.integer):
+            if not -len(self) <= at < len(self):
+                raise IndexError(at)
+            at = int(at) % len(self)
+            return os.fsencode(self.load.id(at if self.rows is None else int(self.rows[at])))
+        rows = np.arange(len(self)) if self.rows is None else self.rows
+        return Names(self.load, self.digest, rows[at])
+
+    def tobytes(self) -> bytes:
+        """What tells this set from another: the index's digest, and which rows of it."""
+        return self.digest + (b"" if self.rows is None else self.rows.tobytes())
+
+
+@lru_cache(maxsize=64)
+def mapped(path: str) -> np.ndarray:
+    """An array in a .npy, mapped: read-only, and read where it is used."""
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def meant(spec: str) -> bool:
+    """Does a spec name shards: `.tar`, braces, a packed folder, or one of nothing but .tar?"""
+    path = Path(os.path.expanduser(spec))
+    if not path.is_dir():
+        return spec.lower().endswith(".tar")
+    if (path / INDEX).is_file() and any(path.glob("*.places.npy")):
+        return True
+    with os.scandir(path) as entries:
+        names = [(e.name, e.is_dir()) for e in entries if not e.name.startswith(".")]
+    return not any(folder for _, folder in names) and any(n.endswith(".tar") for n, _ in names)
+
+
+def open_shards(spec: str) -> dict[str, Source]:
+    """Sources by split of a spec that names shards; their names may begin with the split's.
+
+    Raises FileNotFoundError for a shard that is missing, ValueError for what is no shard or has
+    no labels.
+    """
+    path = Path(os.path.expanduser(spec))
+    if path.is_dir():
+        if (path / INDEX).is_file():
+            return _packed(spec, path)
+        files = sorted(str(p) for p in path.glob("*.tar"))
+    else:
+        files = expand(os.path.expanduser(spec))
+    missing = [f for f in files if not os.path.isfile(f)]
+    if missing:
+        raise FileNotFoundError(f"{spec}: no file {listing(missing, 3)}")
+    return _scanned(spec, files)
+
+
+def expand(spec: str) -> list[str]:
+    """`a-{000..127}.tar` and `{train,val}.tar` -> all names, in order."""
+    match = _BRACES.search(spec)
+    if match is None:
+        return [spec]
+    if match[3] is not None:
+        middle: Iterable[str] = match[3].split(",")
+    else:
+        low, high = int(match[1]), int(match[2])
+        middle = (f"{i:0{len(match[1])}d}" for i in range(low, high + 1))
+    ends = expand(spec[match.end() :])
+    return [spec[: match.start()] + part + end for part in middle for end in ends]
+
+
+# Packed: with an index -------------------------------------------------------------------------
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """index.json of a packed folder. Raises ValueError for another file of that name."""
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        good = index["format"] == FORMAT
+        newer = good and index["version"] > VERSION
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{folder / INDEX}: not an index of shards ({e})") from e
+    if not good or newer:
+        why = "of a newer vitlab" if newer else "not an index of shards"
+        raise ValueError(f"{folder / INDEX}: {why}")
+    return dict(index)
+
+
+def _packed(spec: str, folder: Path) -> dict[str, Source]:
+    index = read_index(folder)
+    mapped.cache_clear()  # the folder may hold other files than when it was last opened
+    sources = {}
+    for split, part in index["splits"].items():
+        files = [str(folder / shard["file"]) for shard in part["shards"]]
+        for file, shard in zip(files, part["shards"], strict=True):
+            if not os.path.isfile(file):
+                raise FileNotFoundError(f"{spec}: no file {file}, which its index names")
+            if os.path.getsize(file) != shard["bytes"]:
+                raise ValueError(f"{spec}: {file} is not as long as its index says; copy it again")
+        paths = {name: str(folder / f"{split}.{name}.npy") for name in part["columns"]}
+        starts = np.cumsum([0, *(shard["pictures"] for shard in part["shards"])])
+        load = Shards(tuple(files), starts, paths["places"])
+        try:
+            columns = {name: mapped(path) for name, path in paths.items()}
+            if any(len(column) != starts[-1] for column in columns.values()):
+                raise ValueError("another number of pictures than its shards")
+            del columns["places"]  # for its reader alone
+            ids = cast(np.ndarray, Names(load, bytes.fromhex(part["sha256"])))
+            sources[split] = Source(
+                spec=spec, split=split, classes=tuple(index["classes"]), load=load, ids=ids,
+                **columns,
+            )  # fmt: skip
+        except (OSError, ValueError) as e:
+            raise ValueError(f"{spec}: its index is damaged ({e}); pack it again") from e
+    return sources
+
+
+# Others: scanned once --------------------------------------------------------------------------
+
+
+def _scanned(spec: str, files: Sequence[str]) -> dict[str, Source]:
+    """Sources of shards without an index. Headers and labels are read, once; pictures are not."""
+    parts: dict[str, list[str]] = {}
+    for file in files:
+        words = re.split(r"[-_.]", os.path.basename(file).lower())
+        split = next((SPLITS[word] for word in words if word in SPLITS), "")
+        parts.setdefault(split, []).append(file)
+    if "" in parts:  # one without: the others' words may be part of a name
+        parts = {"all": list(files)}
+    scans = {split: _cached(spec, own) for split, own in parts.items()}
+    deciding = scans.get("train")
+    named = [deciding] if deciding else list(scans.values())
+    classes = _classes({label for scan in named for label in scan["names"]})
+    index = {name: i for i, name in enumerate(classes)}
+    sources = {}
+    for split, scan in scans.items():
+        unknown = sorted(set(scan["names"]) - index.keys())
+        if unknown:
+            raise ValueError(f"{spec}: {split} has classes that train has not: {listing(unknown)}")
+        load = Shards(tuple(parts[split]), scan["starts"], scan["places"])
+        where = np.array([index[name] for name in scan["names"]], dtype=np.int64)
+        sources[split] = Source(
+            spec=spec, split=split, classes=classes, labels=where[scan["labels"]], load=load,
+            ids=cast(np.ndarray, Names(load, scan["digest"])), notes=tuple(scan["notes"]),
+        )  # fmt: skip
+    return sources
+
+
+def _classes(labels: set[str]) -> tuple[str, ...]:
+    """Numbers stand for all up to the highest, words for themselves."""
+    if all(label.isdecimal() for label in labels):
+        return tuple(map(str, range(max(map(int, labels)) + 1)))
+    return tuple(sorted(labels))
+
+
+def _cached(spec: str, files: Sequence[str]) -> dict[str, Any]:
+    """The scan of some shards, from the cache folder where they have not changed since."""
+    from vitlab.data.named import cache_folder
+
+    stats = [(os.path.abspath(f), os.path.getsize(f), os.stat(f).st_mtime_ns) for f in files]
+    digest = hashlib.sha256(repr((VERSION, stats)).encode("utf-8", "surrogateescape"))
+    cache = cache_folder() / "shards" / f"{digest.hexdigest()[:32]}.npz"
+    scan: dict[str, Any] | None = None
+    with suppress(OSError, ValueError, KeyError), np.load(cache, allow_pickle=False) as kept:
+        scan = {name: kept[name] for name in ("starts", "places", "labels")}
+        scan |= json.loads(str(kept["words"]))
+    if scan is None:
+        scan = _scan(spec, files)
+        words = json.dumps({"names": scan["names"], "notes": scan["notes"]})
+        arrays = {name: scan[name] for name in ("starts", "places", "labels")}
+        with suppress(OSError):  # a cache folder that cannot be written costs time alone
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            data = io.BytesIO()
+            np.savez(data, words=np.array(words), **arrays)
+            aside = cache.with_name(f"{cache.name}.{os.getpid()}")
+            aside.write_bytes(data.getvalue())
+            os.replace(aside, cache)
+    return {**scan, "digest": digest.digest()}
+
+
+def _scan(spec: str, files: Sequence[str]) -> dict[str, Any]:
+    starts, places, labels = [0], array("I"), array("i")
+    names: dict[str, int] = {}
+    ignored: list[str] = []
+    for file in files:
+        try:
+            for key, picture, label in _samples(file):
+                if picture is None or label is None:
+                    what = "no picture" if picture is None else "no label (.cls or .json)"
+                    ignored.append(f"{os.path.basename(file)}/{key} ({what})")
+                    continue
+                places.append(picture)
+                labels.append(names.setdefault(label, len(names)))
+        except (OSError, tarfile.TarError, ValueError) as e:
+            raise ValueError(f"{spec}: {file} is not a readable tar ({e})") from e
+        starts.append(len(places))
+    if not places:
+        found = f"; found {listing(ignored, 2)}" if ignored else ""
+        raise ValueError(f"{spec}: no pictures with labels{found}")
+    notes = [f"{spec}: ignored {len(ignored):,} samples: {listing(ignored, 3)}"] if ignored else []
+    return {
+        "starts": np.array(starts), "places": np.array(places, dtype=np.uint32),
+        "labels": np.array(labels, dtype=np.int32), "names": list(names), "notes": notes,
+    }  # fmt: skip
+
+
+def _samples(file: str) -> Iterator[tuple[str, int | None, str | None]]:
+    """(key, place of its picture, label) of each sample: members that share a name to the dot."""
+    with tarfile.open(file, "r:") as tar:
+        for key, members in itertools.groupby(_members(tar), key=lambda m: _key(m.name)[0]):
+            picture, number, word = None, None, None
+            for member in members:
+                kind = _key(member.name)[1]
+                if picture is None and os.path.splitext(f"x.{kind}")[1] in decode.EXTENSIONS:
+                    picture = member.offset_data // BLOCK - 1
+                elif kind in ("cls", "json") and member.size <= 1 << 20:
+                    data = tar.extractfile(member)
+                    text = data.read().decode("utf-8", "replace").strip() if data else ""
+                    number = text if kind == "cls" else number
+                    word = _word(text) if kind == "json" else word
+            yield key, picture, word or number or None
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    for member in tar:
+        tar.members.clear()  # type: ignore[attr-defined]  # it would keep each
+        if member.isreg():
+            yield member
+
+
+def _key(name: str) -> tuple[str, str]:
+    """(what a sample's members share, the rest in lower case) of a member's name."""
+    folder, _, file = name.rpartition("/")
+    key, _, kind = file.partition(".")
+    return f"{folder}/{key}", kind.lower()
+
+
+def _word(text: str) -> str | None:
+    """The label that a sample's JSON gives."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    label = record.get("label") if isinstance(record, dict) else None
+    return str(label) if isinstance(label, str | int) and not isinstance(label, bool) else None
