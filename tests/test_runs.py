@@ -110,3 +110,10 @@ def test_mistakes_name_pictures(trained: Path, photos: Path, tmp_path: Path) -> 
     page = (tmp_path / "report.html").read_text()
     assert "data:image/" in page
     assert "a.png" in page
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"asked: [1, \xff")
+    photos = toys.write_folder(tmp_path / "photos")
+    with pytest.raises(ValueError, match=r"run\.yaml: damaged .* give another --out"):
+        runs.evaluate_into(toys.bundle(), str(photos), None, tmp_path)

@@ -59,7 +59,16 @@ def write_report(
         title=out.resolve().name,
         metrics=scores.metrics,
         history=[json.loads(line) for line in lines],
-        settings=yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else {},
+        settings=_settings(record) if record.exists() else {},
         mistakes=report.mistakes(source, scores),
         skipped=sorted(skipped.items()),
     )
+
+
+def _settings(record: Path) -> dict[str, Any]:
+    """What a run.yaml says. Raises ValueError, naming it, where it is damaged."""
+    try:
+        return dict(yaml.safe_load(record.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as e:
+        why = " ".join(str(e).split())
+        raise ValueError(f"{record}: damaged ({why}); restore it or give another --out") from e

@@ -10,6 +10,7 @@ from PIL import Image
 
 from vitlab.data import doctor, duplicates, mending, page
 from vitlab.data.doctor import Checked, check, keep
+from vitlab.data.packing import pack
 from vitlab.data.sources import Source, from_arrays, open_spec, regroup
 
 
@@ -119,6 +120,22 @@ def test_two_labels_for_one_picture_are_a_conflict_and_neither_stays(tmp_path: P
     assert len(kept) == 22
 
 
+def test_several_labels_a_picture(tmp_path: Path) -> None:
+    """The same labels are no conflict, others are; a clean table and shards keep them all."""
+    for i in range(4):
+        save(photograph(i // 2), tmp_path / f"{i}.png")
+    rows = ["path,label", "0.png,a|b", "1.png,b|a", "2.png,a|b", "3.png,a"]
+    (tmp_path / "set.csv").write_text("\n".join(rows))
+    parts = open_spec(str(tmp_path / "set.csv"))
+    done = check(parts)
+    assert kinds(done) == {"conflict": [{"2.png", "3.png"}], "duplicate": [{"0.png", "1.png"}]}
+    mending.write(done, keep(done), tmp_path / "clean.csv")
+    assert (tmp_path / "clean.csv").read_text() == "path,label\n0.png,a|b\n"
+    pack(parts, tmp_path / "to", shard_size=10**6)
+    packed = open_spec(str(tmp_path / "to"))["all"]
+    assert sorted(packed.many.tolist()) == sorted(parts["all"].many.tolist())
+
+
 def test_another_set(tmp_path: Path) -> None:
     clean(tmp_path / "set")
     for i in range(3):
@@ -158,6 +175,17 @@ def test_many_equal_looking_pictures_stay_affordable() -> None:
     blank = np.full((2000, 16, 16), 250, np.uint8)
     signs, weak = duplicates.codes(blank)
     assert len(duplicates.candidates(signs, weak)) <= 2000 * duplicates.CROWD
+
+
+def test_sets_that_all_look_alike_stay_affordable() -> None:
+    """X-rays, products on white: the nearest few of each are compared, copies among them."""
+    rng = np.random.default_rng(0)
+    base = rng.integers(60, 200, (16, 16))
+    roughs = (base + rng.integers(-8, 9, (3000, 16, 16))).astype(np.uint8)
+    roughs[2000:2020] = roughs[:20] + rng.integers(0, 2, (20, 16, 16)).astype(np.uint8)
+    pairs = duplicates.candidates(*duplicates.codes(roughs))
+    assert len(pairs) <= 3000 * duplicates.FEW
+    assert {(i, 2000 + i) for i in range(20)} <= set(map(tuple, pairs.tolist()))
 
 
 def test_candidates_are_few_among_many() -> None:

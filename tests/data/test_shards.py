@@ -299,7 +299,7 @@ def test_damage_is_told(packed: Path) -> None:
     file.write_bytes(data[:3000])
     with pytest.raises(ValueError, match="is not as long as its index says"):
         open_spec(str(packed))
-    with pytest.raises(Unreadable, match="cannot be read|truncated"):
+    with pytest.raises(Unreadable, match=r"cannot be read|truncated"):
         source.load(int(source.load.starts[1]) - 1)
     file.write_bytes(b"\1" * len(data))
     with pytest.raises(Unreadable, match="cannot be read from"):

@@ -165,3 +165,14 @@ def test_any_jsonl_opens_or_says_why_in_one_line(tmp_path: Path, text: list[str]
 def test_any_bytes_open_or_say_why_in_one_line(tmp_path: Path, data: bytes) -> None:
     for name in ("set.csv", "set.jsonl"):
         one_line_or_opened(tmp_path, data, name)
+
+
+def test_a_group_has_one_number_in_all_splits_and_pictures_without_are_by_themselves(
+    tmp_path: Path,
+) -> None:
+    text = "path,label,split,group\n1,a,train,z\n2,a,train,\n3,a,train,\n4,a,val,z\n5,a,test,\n"
+    parts = table(tmp_path, text)
+    one, two, three = parts["train"].groups.tolist()
+    assert parts["val"].groups.tolist() == [one]
+    assert one >= 0 > two != three < 0
+    assert parts["test"].groups is None

@@ -52,9 +52,9 @@ def test_what_is_wrong_is_named(values: dict[Any, Any], said: str) -> None:
     ("values", "said"),
     [
         ({"batch": 0}, "--batch must be at least 1, not 0"),
-        ({"epochs": 0}, "--epochs must be above 0, not 0"),
-        ({"epochs": -1}, "--epochs must be above 0, not -1"),
-        ({"steps": 0}, "--steps must be at least 1"),
+        ({"epochs": 0}, "--epochs must be above 0 and at most 1e.06, not 0"),
+        ({"epochs": -1}, "--epochs must be above 0 and at most 1e.06, not -1"),
+        ({"steps": 0}, "--steps must be between 1 and"),
         ({"lr": float("nan")}, "--lr must be at least 0, not nan"),
         ({"lr": float("inf")}, "--lr must be at least 0, not inf"),
         ({"label_smoothing": 1.5}, "--label-smoothing must be between 0 and 1, not 1.5"),

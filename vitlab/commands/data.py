@@ -77,6 +77,7 @@ def check(options: Check) -> int:
         mending.refuse(parts, Path(options.fix))  # before minutes of work
     threads = options.threads or cores()
     done = doctor.check(parts, against, threads=threads, tick=_tick)
+    _end()
     if options.bundle:
         done = _suspicious(done, options)
     shown = [json.dumps(f.to_dict()) for f in done.findings] if options.json else _table(done)
@@ -117,6 +118,7 @@ def pack(options: Pack) -> int:
         parts, Path(options.to), shard_size=packing.size(options.shard_size), seed=options.seed,
         verify=options.verify, threads=options.threads or cores(), tick=_tick,
     )  # fmt: skip
+    _end()
     for file, why in done.left_out:
         print(f"{file}: left out: {why}", file=sys.stderr)
     if options.json:
@@ -149,6 +151,12 @@ def _tick(done: int) -> None:
     """A dot a piece of work, for people who wait."""
     if sys.stderr.isatty():
         print(".", end="", file=sys.stderr, flush=True)
+
+
+def _end() -> None:
+    """The line of dots is over."""
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
 
 
 def _table(done: Checked) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from vitlab.data import duplicates
 from vitlab.data.looks import Looks, look, same_pictures
+from vitlab.data.multilabel import MARK
 from vitlab.data.sources import Source
 
 KINDS = {  # what can be found, the gravest first
@@ -84,7 +85,7 @@ class Checked:
         source, i = self.place(row)
         if source.many is None:
             return source.classes[int(source.labels[i])]
-        return "|".join(source.classes[k] for k in np.flatnonzero(source.many[i]).tolist())
+        return MARK.join(source.classes[k] for k in np.flatnonzero(source.many[i]).tolist())
 
     def picture(self, row: int) -> Picture:
         """As findings tell of it."""

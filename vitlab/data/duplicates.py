@@ -7,7 +7,7 @@ the signs that were least sure: looked up in a table, so that the work grows wit
 pictures and not with its square. Candidates are then compared pixel by pixel, aligned.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -22,6 +22,7 @@ EDGES = ((0.0, 1.0), (0.025, 0.975), (0.0, 0.95), (0.05, 1.0))
 VIEWS = ((0, 0), (1, 1), (2, 2), (2, 3), (3, 2), (3, 3))  # rows, columns: which EDGES
 CROWD = 32  # pictures of one band's value that a look-up returns: blank scans are all alike
 FAR = 16  # differing signs of 96 from which two pictures are not even compared
+FEW = 4  # pictures nearest to it that each is compared with
 SAMPLE = 4096  # pictures that the average is of, and that are coded at once
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 # Correlation of gradients, aligned, from which pictures are the same: first of ROUGH pixels a side,
@@ -31,6 +32,7 @@ ROUGHLY, LIKE = 0.65, 0.87
 COLOUR = 24.0  # mean difference of colours, of 255, that a copy may have
 FLAT = 3.0  # root mean square difference of pictures that hardly have gradients
 LOST = (0.05 / 3, 0.1 / 3, 0.05)  # shares of a side that a crop may have lost, as compared
+CORNERS = 4  # places of each of these along a side
 
 
 def thumbnail(image: np.ndarray) -> np.ndarray:
@@ -125,11 +127,26 @@ def candidates(signs: np.ndarray, weak: np.ndarray) -> np.ndarray:
                 other = order[at]
                 keep = (ordered[at] == wanted[one]) & (one != other)
                 one, other = one[keep], other[keep]
-                apart = np.bitwise_count(signs[one, view] ^ signs[other, 0]).sum(axis=1)
-                one, other = one[apart < FAR], other[apart < FAR]
-                found.append(np.unique(np.minimum(one, other) * n + np.maximum(one, other)))
-    pairs = np.unique(np.concatenate(found))
-    return np.stack(np.divmod(pairs, n), axis=1) if n else pairs.reshape(0, 2)
+                apart = np.bitwise_count(signs[one, view] ^ signs[other, 0]).sum(
+                    axis=1, dtype=np.int64
+                )
+                pair = np.minimum(one, other) * n + np.maximum(one, other)
+                found.append(np.unique((pair * FAR + apart)[apart < FAR]))
+    pair, apart = np.divmod(np.unique(np.concatenate(found)), FAR)
+    first = np.flatnonzero(np.diff(pair, prepend=-1))  # of several ways, the nearest
+    return _nearest(np.stack(np.divmod(pair[first], max(n, 1)), axis=1), apart[first])
+
+
+def _nearest(pairs: np.ndarray, apart: np.ndarray) -> np.ndarray:
+    """Of each row the FEW pairs [P, 2] that are least apart.
+
+    Where all pictures look alike, as X-rays do, it is this that keeps the work in bounds.
+    """
+    rows, both = pairs.T.ravel(), np.tile(np.arange(len(pairs)), 2)
+    order = np.lexsort((np.tile(apart, 2), rows))
+    starts = np.flatnonzero(np.diff(rows[order], prepend=-1))
+    rank = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
+    return pairs[np.unique(both[order[rank < FEW]])]
 
 
 def _look_up(starts: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -175,16 +192,25 @@ def _fit(
     a: np.ndarray, b: np.ndarray, cuts: np.ndarray, fine: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """How well b fits the best of a's crops, and which: three [P], of luma [P, g, g] float32."""
-    views = (cuts @ a[:, None])[:, :, None] @ cuts.transpose(0, 2, 1)  # [P, cuts, cuts, g, g]
-    whole = b[:, None, None]
+    rows, columns = _pairs(len(cuts))
+    views = (cuts @ a[:, None])[:, rows] @ cuts[columns].transpose(0, 2, 1)  # [P, ways, g, g]
+    whole = b[:, None]
     if fine:
         views, whole = _blurred(views), _blurred(whole)
     one, other = _gradients(views), _gradients(whole)
     if fine:  # one strong outline must not decide alone
         one, other = (np.copysign(np.sqrt(np.abs(g)), g) for g in (one, other))
     like = _correlation(one, other)
-    y, x = np.divmod(like.reshape(len(a), -1).argmax(axis=1), len(cuts))
-    return like.max(axis=(1, 2)), y, x
+    best = like.argmax(axis=1)
+    return like.max(axis=1), rows[best], columns[best]
+
+
+def _pairs(cuts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which cuts of rows and of columns are tried together: of one size, or of one side alone."""
+    y, x = np.divmod(np.arange(cuts**2), cuts)
+    size = (np.arange(cuts) + CORNERS - 1) // CORNERS  # 0: the whole side
+    tried = (size[y] == size[x]) | (y == 0) | (x == 0)
+    return y[tried], x[tried]
 
 
 def _blurred(luma: np.ndarray) -> np.ndarray:
@@ -222,7 +248,10 @@ def _cuts(parts: Sequence[tuple[float, float]], grid: int) -> np.ndarray:
 
 _ROUGH_CUTS = _cuts(EDGES, ROUGH)
 _CUTS = _cuts(
-    [(0.0, 1.0), *((lost * k / 3, 1 - lost * (1 - k / 3)) for lost in LOST for k in range(4))],
+    [
+        (0.0, 1.0),
+        *((low, low + 1 - lost) for lost in LOST for low in np.linspace(0, lost, CORNERS)),
+    ],
     GRID,
 )
 

@@ -16,7 +16,7 @@ from vitlab.data import decode, duplicates
 from vitlab.data.sources import Chosen, Source, Stored
 
 CHUNK = 256  # pictures of a thread's piece of work
-PAIRS = 32  # compared at once
+PAIRS = 8  # compared at once: larger arrays cost more in memory than they save in calls
 HEADS = {b"\xff\xd8\xff": "JPEG", b"\x89PNG": "PNG", b"RIFF": "WEBP"}  # to try no other parser
 
 
@@ -75,7 +75,7 @@ def _look(source: Source, rows: range) -> Looks:
             looks.modes[at], looks.turned[at] = _header(data)
         looks.sizes[at] = image.shape[:2]
         digest = hashlib.blake2b(repr(image.shape).encode(), digest_size=8)
-        digest.update(np.ascontiguousarray(image))
+        digest.update(np.ascontiguousarray(image).data)
         looks.digests[at] = int.from_bytes(digest.digest(), "little")
         thumbnails[at] = duplicates.thumbnail(image)
     looks.rough = duplicates.rough(thumbnails)
@@ -105,8 +105,8 @@ def encoded(load: Any, row: int) -> bytes | None:
 
 def _header(data: bytes) -> tuple[str, bool]:
     """(mode, is it turned by its EXIF tag) of a file that could be decoded."""
-    known = next((form for head, form in HEADS.items() if data.startswith(head)), None)
-    with Image.open(io.BytesIO(data), formats=known and (known,)) as image:
+    known = [form for head, form in HEADS.items() if data.startswith(head)]
+    with Image.open(io.BytesIO(data), formats=known or None) as image:
         mode = f"{image.mode}, with alpha" if image.has_transparency_data else image.mode
         try:
             turned = image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from vitlab.data.doctor import Checked
-from vitlab.data.multilabel import MARK
 from vitlab.data.sources import Chosen, Files, Load, Source, listing
 
 
@@ -44,8 +43,7 @@ def write(done: Checked, rows: np.ndarray, path: Path) -> None:
         source, i = done.place(row)
         file = os.path.relpath(os.path.abspath(_file(source.load, i) or ""), root)
         group = -1 if source.groups is None else int(source.groups[i])
-        labels = [source.labels[i]] if source.many is None else np.flatnonzero(source.many[i])
-        cells = [file, MARK.join(source.classes[int(label)] for label in labels)]
+        cells = [file, done.label(row)]
         cells += [source.split] * splits + ([str(group) if group >= 0 else ""] if grouped else [])
         table.writerow(cells)
     try:
@@ -63,6 +61,6 @@ def write(done: Checked, rows: np.ndarray, path: Path) -> None:
 
 
 def _file(load: Load, i: int) -> str | None:
-    while isinstance(load, Chosen):
-        load, i = load.load, int(load.rows[i])
+    if isinstance(load, Chosen):
+        return _file(load.load, int(load.rows[i]))
     return load.file(i) if isinstance(load, Files) else None

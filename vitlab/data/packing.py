@@ -82,10 +82,8 @@ def pack(
         threads: that read and decode.
         tick: called with the number of pictures after each shard.
 
-    Raises ValueError for a folder that holds anything else, and for several labels a picture.
+    Raises ValueError for a folder that holds anything else.
     """
-    if any(source.many is not None for source in parts.values()):
-        raise ValueError("shards hold one label a picture, this set has several; keep its table")
     plan = {
         "shard_size": shard_size, "seed": seed, "verify": verify,
         "sets": {split: _fingerprint(source) for split, source in parts.items()},

@@ -180,7 +180,7 @@ def _packed(spec: str, folder: Path) -> dict[str, Source]:
         starts = np.cumsum([0, *(shard["pictures"] for shard in part["shards"])])
         load = Shards(tuple(files), starts, paths["places"])
         try:
-            columns = {name: mapped(path) for name, path in paths.items()}
+            columns: dict[str, Any] = {name: mapped(path) for name, path in paths.items()}
             if any(len(column) != starts[-1] for column in columns.values()):
                 raise ValueError("another number of pictures than its shards")
             del columns["places"]  # for its reader alone

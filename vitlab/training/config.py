@@ -187,7 +187,7 @@ class TrainConfig:
 LENGTHS = ("epochs", "steps", "images", "budget")  # at most one of them is given
 _MAX, _TINY = sys.float_info.max, sys.float_info.min  # so that infinity is refused, and zero
 _RANGES = [  # field, least, most
-    ("epochs", _TINY, _MAX), ("steps", 1, _MAX), ("images", 1, _MAX), ("batch", 1, _MAX),
+    ("epochs", _TINY, 1e6), ("steps", 1, 1e12), ("images", 1, 1e15), ("batch", 1, _MAX),
     ("accumulate", 1, _MAX), ("lr", 0, _MAX), ("lr_end", 0, _MAX), ("warmup", 0, _MAX),
     ("weight_decay", 0, _MAX), ("clip", 0, _MAX), ("ema", 0, 1), ("label_smoothing", 0, 1),
     ("erase", 0, 1), ("mixup", 0, _MAX), ("cutmix", 0, _MAX), ("held_out", 0, 0.9),
