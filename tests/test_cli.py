@@ -99,7 +99,8 @@ def test_help_of_train_shows_each_option_with_its_comment(call: Call) -> None:
         "--pool {token,mean} representation: class token or patch mean",
         "--crop LEAST MOST area of the random resized crop; none: whole (default: 0.35 1.0)",
         "--randaugment N MAGNITUDE operations a picture", "--lr FLOAT peak rate",
-        "--precision {float32,bf16,float64} arithmetic", "--batch INT pictures a step (default: 64)",
+        "--precision {float32,bf16,float64} arithmetic",
+        "--batch INT pictures a step (default: 64)",
         "--flip, --no-flip mirror half of the pictures",
     ):  # fmt: skip
         assert piece in text
@@ -142,7 +143,7 @@ START = "train photos --model vit-ti16 --out x"
         ("train photos --flip maybe", "unexpected: maybe"),
         ("train photos --flip=maybe", "--flip is on or off: true or false, not 'maybe'"),
         ("train photos --batch 0", "--batch must be at least 1, not 0"),
-        ("train photos --epochs -1", "--epochs must be above 0, not -1"),
+        ("train photos --epochs -1", "--epochs must be above 0 and at most 1e+06, not -1"),
         (f"{START} --dropout 1.5", "dropout must lie in [0, 1), not 1.5"),
         ("train photos --crop 0.5 0.2", "--crop must be two shares of the area, rising"),
         ("train photos --steps 3 --epochs 2", "give only one of --epochs and --steps"),
