@@ -119,10 +119,11 @@ def _explain(error: Exception) -> int:
         return _fail(f"{error}; the same command resumes", 128 + error.number)
     if type(error).__name__ == "OutOfMemoryError":  # torch's; training says more
         return _fail("out of memory; a smaller --batch needs less", 1)
-    if isinstance(error, ValueError) and not _first():  # the same in every process
-        return 2
-    wrong_call = isinstance(error, (ValueError, FileNotFoundError))
-    return _fail(error, 2 if wrong_call and not isinstance(error, Unreadable) else 1)
+    wrong = isinstance(error, ValueError) and not isinstance(error, Unreadable)
+    same = wrong or isinstance(error, FloatingPointError)  # in every process
+    if same and not _first():
+        return 2 if wrong else 1
+    return _fail(error, 2 if wrong or isinstance(error, FileNotFoundError) else 1)
 
 
 def _first() -> bool:

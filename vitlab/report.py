@@ -1,8 +1,5 @@
 """A run or an evaluation as one self-contained HTML page: no script, no request to a server."""
 
-import base64
-import html
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,10 +12,11 @@ import numpy as np
 from PIL import Image
 
 from vitlab.data import decode, sources
+from vitlab.data.page import escape, uri
+from vitlab.data.writing import write_text
 from vitlab.evaluation.metrics import Metrics, wilson
 from vitlab.evaluation.multilabel import MultiMetrics
 from vitlab.evaluation.scoring import Scores
-from vitlab.weights.bundle import write_text
 
 WIDE = 30  # with more classes the matrix is an image, and its largest entries are a table
 THUMBNAIL, TINY = 192, 64  # pixels: no picture is larger; up to here it is magnified crisply
@@ -69,7 +67,7 @@ def write(
     `history` is the lines of metrics.jsonl; `settings` may be nested one level; `skipped` names
     the files that could not be read, and why.
     """
-    lost = (_row(name, _text(why)) for name, why in skipped[:LISTED])
+    lost = (_row(name, escape(why)) for name, why in skipped[:LISTED])
     more = f", the first {LISTED} are listed" if len(skipped) > LISTED else ""
     sections = {
         "Training, by epoch": _curves(history),
@@ -87,15 +85,10 @@ def write(
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,"><title>{_text(title)}</title><style>{_STYLE}</style></head>
-<body><main><h1>{_text(title)}</h1>
+<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{_STYLE}</style></head>
+<body><main><h1>{escape(title)}</h1>
 {_headline(metrics)}{body}</main><footer>Made by vitlab {version}</footer></body></html>
 """)  # fmt: skip
-
-
-def _text(value: object) -> str:
-    """Harmless in HTML, and valid UTF-8, which the name of a file need not be."""
-    return html.escape(str(value).encode("utf-8", "replace").decode())
 
 
 def _finite(value: object) -> bool:
@@ -104,12 +97,12 @@ def _finite(value: object) -> bool:
 
 
 def _row(name: str, *cells: str) -> str:
-    return f'<th scope="row">{_text(name)}</th>' + "".join(f"<td>{c}</td>" for c in cells)
+    return f'<th scope="row">{escape(name)}</th>' + "".join(f"<td>{c}</td>" for c in cells)
 
 
 def _table(label: str, head: Sequence[str], rows: Iterable[str], kind: str = "words") -> str:
     """A table in its own box: where it is too wide, the box scrolls and not the page."""
-    heads = "".join(f'<th scope="col"><span>{_text(name)}</span></th>' for name in head)
+    heads = "".join(f'<th scope="col"><span>{escape(name)}</span></th>' for name in head)
     body = "".join(f"<tr>{row}</tr>\n" for row in rows)
     box = f'<div class="scroll {kind}" role="region" aria-label="{label}" tabindex="0">'
     table = f"<table><thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table>"
@@ -121,7 +114,7 @@ def _headline(metrics: Metrics) -> str:
     facts = {
         "Right answers": f"{int(metrics.confusion.trace()):,} of {metrics.n:,}",
         "95% interval": f"{low:.2%} to {high:.2%}",
-        "Scored on": _text(metrics.scored_on),
+        "Scored on": escape(metrics.scored_on),
         "Top-5 accuracy": "" if metrics.top5 is None else f"{metrics.top5:.2%}",
         "Loss": f"{metrics.loss:.4f}" if _finite(metrics.loss) else "n/a",
         "Unreadable": f"{metrics.skipped:,}",
@@ -130,7 +123,7 @@ def _headline(metrics: Metrics) -> str:
         facts |= {"Mean average precision": f"{metrics.mean_ap:.2%}", "F1": f"{metrics.f1:.2%}"}
     rows = "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>\n" for k, v in facts.items() if v)
     score = f'<p class="score"><strong>{metrics.top1:.2%}</strong> accuracy</p>\n'
-    named = [_text(metrics.classes[j]) for j in np.flatnonzero(metrics.confusion.sum(axis=0))]
+    named = [escape(metrics.classes[j]) for j in np.flatnonzero(metrics.confusion.sum(axis=0))]
     if len(named) == 1:  # the accuracy may be high all the same
         score += f'<p class="warning">Warning: all predictions fall into “{named[0]}”.</p>\n'
     return f"{score}<dl>{rows}</dl>\n"
@@ -189,14 +182,14 @@ def _large(metrics: Metrics, shares: np.ndarray) -> str:
     largest = np.argsort(-wrong, axis=None, kind="stable")[:WIDE]
     names, at = metrics.classes, zip(*np.unravel_index(largest, wrong.shape), strict=True)
     rows = (
-        _row(names[i], _text(names[j]), f"{wrong[i, j]:,}", f"{shares[i, j]:.1%}")
+        _row(names[i], escape(names[j]), f"{wrong[i, j]:,}", f"{shares[i, j]:.1%}")
         for i, j in at if wrong[i, j]
     )  # fmt: skip
     image = Image.fromarray((255 - 255 * shares**0.5).astype(np.uint8))
     image.thumbnail((1000, 1000))
     return f"""<p>The most frequent confusions:</p>
 {_table("Confusions", ("Truth", "Predicted", "Times", "Of the truth"), rows, "pairs")}
-<figure class="map"><img class="crisp" src="{_uri(image, "PNG")}" alt="The matrix as an image">
+<figure class="map"><img class="crisp" src="{uri(image, "PNG")}" alt="The matrix as an image">
 <figcaption>All {len(shares)} classes: truth from top to bottom, prediction from left to right.
 </figcaption></figure>"""
 
@@ -207,21 +200,15 @@ def _pictures(found: Sequence[Mistake]) -> str:
         image = Image.fromarray(mistake.image)
         kind, format = ("crisp", "PNG") if max(image.size) <= TINY else ("smooth", "JPEG")
         image.thumbnail((THUMBNAIL, THUMBNAIL))  # never enlarges
-        truth, predicted, name = map(_text, (mistake.truth, mistake.predicted, mistake.id))
+        truth, predicted, name = map(escape, (mistake.truth, mistake.predicted, mistake.id))
         sure = f"{mistake.probability:.1%}" if _finite(mistake.probability) else "n/a"
         figures.append(
-            f'<figure><img class="{kind}" src="{_uri(image, format)}" alt="{name}: {truth}, taken '
+            f'<figure><img class="{kind}" src="{uri(image, format)}" alt="{name}: {truth}, taken '
             f'for {predicted}"><figcaption><span>truth</span> <b>{truth}</b><br><span>predicted'
             f"</span> <b>{predicted}</b> {sure}<br><code>{name}</code>"
             "</figcaption></figure>\n"
         )
     return f'<div class="pictures">{"".join(figures)}</div>\n' if found else ""
-
-
-def _uri(image: Image.Image, format: str) -> str:
-    data = io.BytesIO()
-    image.save(data, format, optimize=True)
-    return f"data:image/{format.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
@@ -230,7 +217,7 @@ def _settings(settings: Mapping[str, Any]) -> str:
         nested = isinstance(value, Mapping)
         flat |= {f"{key}.{k}": v for k, v in value.items()} if nested else {key: value}
     plain = {"None": "none", "True": "yes", "False": "no"}
-    rows = (_row(key, _text(plain.get(str(value), value))) for key, value in flat.items())
+    rows = (_row(key, escape(plain.get(str(value), value))) for key, value in flat.items())
     return _table("Settings", ("Setting", "Value"), rows)
 
 
@@ -248,7 +235,7 @@ def _chart(title: str, history: Sequence[Mapping[str, Any]], key: str, scale: fl
     for row in history:
         if _finite(row.get("epoch")) and _finite(row.get(key)):
             name = "train" if row["kind"] == "train" else f"validation {row['weights']}"
-            lines.setdefault(_text(name), []).append((row["epoch"], scale * row[key]))
+            lines.setdefault(escape(name), []).append((row["epoch"], scale * row[key]))
     if not lines:
         return ""
     epochs, values = np.concatenate(list(lines.values())).T

@@ -8,11 +8,12 @@ import yaml
 
 from vitlab import report
 from vitlab.data import sources
+from vitlab.data.writing import write_text
 from vitlab.evaluation import scoring
 from vitlab.evaluation.scoring import Scores
 from vitlab.training import run, selection
 from vitlab.training.config import TrainConfig
-from vitlab.weights.bundle import Bundle, write_text
+from vitlab.weights.bundle import Bundle
 
 
 def train(source: run.Data, config: TrainConfig) -> Bundle:

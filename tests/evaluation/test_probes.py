@@ -17,6 +17,7 @@ from vitlab.evaluation import probes
 from vitlab.evaluation.probes import Features
 
 FIXTURES = Path(os.environ.get("VITLAB_TEST_DATA", Path(__file__).parents[2] / "../shared"))
+SHOTS = (1, 5, 10, 25)
 
 
 def blobs(n: int, classes: int, width: int, seed: int = 0, spread: float = 1.0) -> Features:
@@ -38,8 +39,8 @@ def test_few_shot_equals_the_original_code() -> None:
     classes = int(train.y.max()) + 1
     seen = 0
     for seed in range(3):
-        rows = probes.few_shot_rows(train.y, seed, probes.SHOTS)
-        for j, shots in enumerate(probes.SHOTS):
+        rows = probes.few_shot_rows(train.y, seed, SHOTS)
+        for j, shots in enumerate(SHOTS):
             name = f"seed{seed}_shots{shots}"
             assert np.array_equal(rows[shots], f[f"{name}/indices"])
             found = probes.few_shot(train, rows[shots], classes)

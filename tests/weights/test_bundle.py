@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import vitlab
+from vitlab.data import writing
 from vitlab.weights import bundle as bundles
 from vitlab.weights.bundle import Bundle, Card
 
@@ -388,10 +389,10 @@ def test_an_older_bundle_is_never_mixed_with_a_newer_one(
 
 def test_a_text_is_written_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
-    bundles.write_text(path, "old")
+    writing.write_text(path, "old")
     monkeypatch.setattr(os, "fsync", lambda f: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        bundles.write_text(path, "new")
+        writing.write_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -41,16 +41,17 @@ def probe(options: Probe) -> int:
     from vitlab.data import sources
     from vitlab.evaluation import probes
     from vitlab.evaluation.metrics import wilson
+    from vitlab.training import run
 
+    if options.seeds < 1 or min(options.shots) < 1:
+        raise ValueError("--seeds and --shots must be at least 1")
     bundle = load(options)
     if options.size:
         size = (options.size, options.size)
         bundle.model.resize(size)
         bundle = replace(bundle, preprocess=replace(bundle.preprocess, size=size))
-    parts = dict(sources.open_spec(options.spec))
-    train = parts.get("train") or parts.get("all")
-    if train is None:
-        raise ValueError(f"{options.spec}: has no training part, only {', '.join(parts)}")
+    parts = sources.open_spec(options.spec)
+    train = run.training_part(options.spec, parts)
     test = parts.get("test") or parts.get("val")
     if test is None:
         train, test = sources.hold_out(train, 0.1, options.seed)

@@ -37,14 +37,19 @@ def draw(seed: int, keys: np.ndarray) -> np.ndarray:
     Each is a hash of (seed, its key, its column), so a batch costs little more than an image, and
     who computes it does not matter.
     """
-    state = _scramble(np.array([seed % 2**64], dtype=np.uint64))
+    state = scramble(np.array([seed % 2**64], dtype=np.uint64))
     for word in keys.T.astype(np.uint64):
-        state = _scramble(state ^ word)
-    columns = np.arange(DRAWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return (_scramble(state[:, None] + columns) >> np.uint64(11)) * 2.0**-53
+        state = scramble(state ^ word)
+    return _uniform(state, DRAWS)
 
 
-def _scramble(x: np.ndarray) -> np.ndarray:
+def _uniform(states: np.ndarray, count: int) -> np.ndarray:
+    """`count` numbers in [0, 1) from each state: [B] uint64 -> [B, count] float64."""
+    columns = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (scramble(states[:, None] + columns) >> np.uint64(11)) * 2.0**-53
+
+
+def scramble(x: np.ndarray) -> np.ndarray:
     """A step of splitmix64 (Steele, Lea and Flood, 2014), on uint64 of any shape."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -151,9 +156,8 @@ def _randaugment(config: tuple[int, int], pixels: Tensor, seed: int) -> Tensor:
 
 def _operate(config: tuple[int, int], pixels: Tensor, seed: int) -> Tensor:
     """The originals' RandAugment; the picture's random number is hashed into all that it takes."""
-    columns = np.arange(4 * config[0], dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    state = _scramble(np.array([seed], dtype=np.uint64))
-    draws = (_scramble(state + columns) >> np.uint64(11)) * 2.0**-53
+    state = scramble(np.array([seed], dtype=np.uint64))
+    draws = _uniform(state, 4 * config[0])[0]
     picture = np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
     return torch.from_numpy(randaugment(picture, *config, draws).copy()).permute(2, 0, 1)
 

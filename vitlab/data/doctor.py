@@ -290,6 +290,6 @@ def keep(done: Checked) -> np.ndarray:
             kept.add(first[row])
     for finding in done.findings:
         if finding.kind == "group":
-            best = min(rank(p.row)[0] for p in finding.pictures)
-            drop |= {p.row for p in finding.pictures if rank(p.row)[0] > best}
+            left = {p.row: rank(p.row)[0] for p in finding.pictures if p.row not in drop}
+            drop |= {row for row, own in left.items() if own > min(left.values())}
     return np.setdiff1d(np.arange(end), sorted(drop))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitlab.data import streams
-from vitlab.data.augment import Augment, _scramble, augment, draw, random_box
+from vitlab.data.augment import Augment, augment, draw, random_box, scramble
 from vitlab.data.decode import Unreadable
 from vitlab.data.preprocess import Preprocess, fit, normalise
 from vitlab.data.sources import Load, Source, load_region
@@ -67,8 +67,8 @@ def rows_at(seed: int, epoch: int, n: int, positions: np.ndarray) -> np.ndarray:
         one, other = x >> np.uint64(low), x & np.uint64((1 << low) - 1)
         masks = np.uint64((1 << bits - low) - 1), np.uint64((1 << low) - 1)
         for i in range(0, ROUNDS, 2):
-            one = one ^ (_scramble(other ^ words[i]) & masks[0])
-            other = other ^ (_scramble(one ^ words[i + 1]) & masks[1])
+            one = one ^ (scramble(other ^ words[i]) & masks[0])
+            other = other ^ (scramble(one ^ words[i + 1]) & masks[1])
         return one << np.uint64(low) | other
 
     rows = permute(positions.astype(np.uint64))
@@ -131,6 +131,8 @@ def eval_batches(
     `rank` on; all processes get as many batches, the last of some may be empty.
     """
     rank, world = share
+    if batch < 1 or workers < 0:
+        raise ValueError(f"batch must be at least 1, workers 0, not {batch} and {workers}")
     own = range(rank, len(source), world)
     most = -(-len(source) // world)  # rows of the first process
     rows = [own[at : at + batch] for at in range(0, most, batch)]

@@ -10,6 +10,7 @@ import numpy as np
 
 from vitlab.data.doctor import Checked
 from vitlab.data.sources import Chosen, Files, Load, Source, listing
+from vitlab.data.writing import written
 
 
 def refuse(parts: Mapping[str, Source], path: Path) -> None:
@@ -52,12 +53,8 @@ def write(done: Checked, rows: np.ndarray, path: Path) -> None:
         names = listing([ascii(e.object[max(0, e.start - 30) : e.end])])
         raise ValueError(f"--fix {path}: a picture's name is not UTF-8 text ({names})") from e
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    try:
+    with written(path) as aside:
         aside.write_bytes(data)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _file(load: Load, i: int) -> str | None:

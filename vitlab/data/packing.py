@@ -11,13 +11,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 import tarfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from vitlab.data import decode
 from vitlab.data.looks import encoded
 from vitlab.data.shards import BLOCK, FORMAT, INDEX, VERSION, read_index
 from vitlab.data.sources import Source
+from vitlab.data.writing import written
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20,
          "gib": 2**30}  # fmt: skip
@@ -102,7 +101,7 @@ def pack(
         classes = next(iter(parts.values())).classes
         index = {"format": FORMAT, "version": VERSION, "classes": classes, "splits": splits,
                  "packing": plan}  # fmt: skip
-        with _aside(folder / INDEX) as aside:
+        with written(folder / INDEX) as aside:
             aside.write_text(json.dumps(index) + "\n", encoding="utf-8")
         (folder / PLAN).unlink()
     for part in splits.values():
@@ -117,11 +116,10 @@ def _claim(folder: Path, plan: Mapping[str, Any]) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--to {folder}: is a file; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(".*.part"):
-        old.unlink()
-    there = sorted(p.name for p in folder.iterdir())
+    strays = list(folder.glob(".*.part"))  # of a process killed while it wrote
+    there = sorted(p.name for p in folder.iterdir() if p not in strays)
     if not there:
-        with _aside(folder / PLAN) as aside:
+        with written(folder / PLAN) as aside:
             aside.write_text(json.dumps(plan) + "\n", encoding="utf-8")
         return
     try:
@@ -134,6 +132,8 @@ def _claim(folder: Path, plan: Mapping[str, Any]) -> None:
         raise ValueError(
             f"--to {folder}: holds shards of other pictures or options; choose another folder"
         )
+    for stray in strays:
+        stray.unlink()
 
 
 def _fingerprint(source: Source) -> str:
@@ -182,7 +182,7 @@ def _split(
     digest = hashlib.sha256()
     for name, column in columns.items():
         digest.update(column.tobytes())
-        with _aside(folder / f"{split}.{name}.npy") as aside, open(aside, "wb") as file:
+        with written(folder / f"{split}.{name}.npy") as aside, open(aside, "wb") as file:
             np.save(file, column, allow_pickle=False)
     return {
         "columns": list(columns), "sha256": digest.hexdigest(), "left_out": left_out,
@@ -234,7 +234,7 @@ def _write(
 ) -> _Shard | None:  # fmt: skip
     """The next shard, of samples until it is full; None when there are no more."""
     shard = _Shard(_file(split, number), 0)
-    with _aside(folder / shard.file) as aside:
+    with written(folder / shard.file) as aside:
         with tarfile.open(aside, "w", format=tarfile.USTAR_FORMAT) as tar:
             for position, kind, data in samples:
                 row = int(order[position])
@@ -278,17 +278,3 @@ def _again(folder: Path, file: str) -> _Shard:
                 shard.places.append(member.offset_data // BLOCK - 1)
             tar.members.clear()  # type: ignore[attr-defined]
     return shard
-
-
-@contextmanager
-def _aside(path: Path) -> Iterator[Path]:
-    """Where to write instead of `path`; once whole it is flushed and renamed, else removed."""
-    aside = path.with_name(f".{path.name}.part")
-    try:
-        yield aside
-        if aside.exists():
-            with open(aside, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

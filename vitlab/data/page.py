@@ -3,7 +3,6 @@
 import base64
 import html
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from PIL import Image
 
 from vitlab.data.decode import Unreadable
 from vitlab.data.doctor import KINDS, Checked, Finding
+from vitlab.data.writing import written
 
 SIDE = 128  # pixels: no thumbnail is larger; up to half of it pictures are magnified crisply
 SHOWN = 60  # findings of a kind
@@ -29,7 +29,7 @@ def write(folder: Path, done: Checked) -> None:
         **{f"Against {source.spec} {source.split}": f"{len(source):,}"
            for source in done.parts[done.own :]},
     }  # fmt: skip
-    rows = "".join(f"<div><dt>{_text(k)}</dt><dd>{v}</dd></div>\n" for k, v in facts.items())
+    rows = "".join(f"<div><dt>{escape(k)}</dt><dd>{v}</dd></div>\n" for k, v in facts.items())
     found = {kind: [f for f in done.findings if f.kind == kind] for kind in KINDS}
     found = {kind: some for kind, some in found.items() if some}
     head = "".join(
@@ -41,18 +41,14 @@ def write(folder: Path, done: Checked) -> None:
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,"><title>{_text(title)}</title><style>{_STYLE}</style></head>
-<body><main><h1>{_text(title)}</h1>
+<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{_STYLE}</style></head>
+<body><main><h1>{escape(title)}</h1>
 <dl>{rows}</dl>
 {f"<ul>{head}</ul>" if found else "<p>Nothing found.</p>"}
 {body}</main><footer>Made by vitlab</footer></body></html>
 """
-    aside = folder / ".index.html.part"
-    try:
+    with written(folder / "index.html") as aside:
         aside.write_bytes(text.encode("utf-8", "backslashreplace"))
-        os.replace(aside, folder / "index.html")
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _section(done: Checked, kind: str, found: Sequence[Finding]) -> str:
@@ -67,15 +63,15 @@ def _section(done: Checked, kind: str, found: Sequence[Finding]) -> str:
 def _card(done: Checked, finding: Finding) -> str:
     figures = []
     for p in finding.pictures[:TOGETHER]:
-        about = f"<b>{_text(p.label)}</b> <span>{_text(p.split)}</span><br>"
+        about = f"<b>{escape(p.label)}</b> <span>{escape(p.split)}</span><br>"
         figures.append(
-            f"<figure>{_thumbnail(done, p.row)}<figcaption>{about}<code>{_text(p.file)}</code>"
+            f"<figure>{_thumbnail(done, p.row)}<figcaption>{about}<code>{escape(p.file)}</code>"
             "</figcaption></figure>\n"
         )
     if len(finding.pictures) > TOGETHER:
         figures.append(f"<p>and {len(finding.pictures) - TOGETHER:,} more</p>")
     row = f'<div class="row">{"".join(figures)}</div>'
-    return f"<article><p>{_text(finding.note)}</p>{row}</article>\n"
+    return f"<article><p>{escape(finding.note)}</p>{row}</article>\n"
 
 
 def _thumbnail(done: Checked, row: int) -> str:
@@ -86,13 +82,18 @@ def _thumbnail(done: Checked, row: int) -> str:
         return '<div class="none">no picture</div>'
     small = max(image.size) <= SIDE // 2
     image.thumbnail((SIDE, SIDE))  # never enlarges
-    data, form = io.BytesIO(), "PNG" if small else "JPEG"
+    kind, form = ("crisp", "PNG") if small else ("smooth", "JPEG")
+    return f'<img class="{kind}" alt="" src="{uri(image, form)}">'
+
+
+def uri(image: Image.Image, form: str) -> str:
+    """A picture as part of a page, encoded as PNG or JPEG."""
+    data = io.BytesIO()
     image.save(data, form, optimize=True)
-    uri = f"data:image/{form.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
-    return f'<img class="{"crisp" if small else "smooth"}" alt="" src="{uri}">'
+    return f"data:image/{form.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
-def _text(value: object) -> str:
+def escape(value: object) -> str:
     """Harmless in HTML, and valid UTF-8, which the name of a file need not be."""
     return html.escape(str(value).encode("utf-8", "replace").decode())
 

@@ -22,6 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from vitlab.data import decode
+from vitlab.data.named import cache_folder
 from vitlab.data.sources import MAX_MEMBER, SPLITS, Source, Stored, listing
 
 FORMAT, VERSION = "vitlab-shards", 1
@@ -129,8 +130,8 @@ def open_shards(spec: str) -> dict[str, Source]:
     else:
         files = expand(os.path.expanduser(spec))
     missing = [f for f in files if not os.path.isfile(f)]
-    if missing:
-        raise FileNotFoundError(f"{spec}: no file {listing(missing, 3)}")
+    if missing or not files:
+        raise FileNotFoundError(f"{spec}: no file {listing(missing, 3) or 'of such a name'}")
     return _scanned(spec, files)
 
 
@@ -234,8 +235,6 @@ def _classes(labels: set[str]) -> tuple[str, ...]:
 
 def _cached(spec: str, files: Sequence[str]) -> dict[str, Any]:
     """The scan of some shards, from the cache folder where they have not changed since."""
-    from vitlab.data.named import cache_folder
-
     stats = [(os.path.abspath(f), os.path.getsize(f), os.stat(f).st_mtime_ns) for f in files]
     digest = hashlib.sha256(repr((VERSION, stats)).encode("utf-8", "surrogateescape"))
     cache = cache_folder() / "shards" / f"{digest.hexdigest()[:32]}.npz"

@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from vitlab.data import decode
+from vitlab.data.named import cache_folder
 from vitlab.data.shards import BLOCK, INDEX, Names, Shards, mapped, read_index
 from vitlab.data.sources import MAX_MEMBER, Source
 
@@ -56,13 +57,14 @@ _kept: "OrderedDict[tuple[str, int], bytes]" = OrderedDict()  # runs of this pro
 
 def _fetch(url: str, began: int, stop: int | None) -> bytes:
     """Bytes of a file; the last ones asked for are kept, two runs a lane."""
-    if (url, began) not in _kept:
+    run = _kept.pop((url, began), None)  # in one step: threads share them
+    if run is None:
         system = _system(url.partition("://")[0], os.getpid())
-        _kept[url, began] = system.cat_file(url, start=began, end=stop)
-        while len(_kept) > 2 * PARTS * GROUPS:
-            _kept.popitem(last=False)
-    _kept.move_to_end((url, began))
-    return _kept[url, began]
+        run = bytes(system.cat_file(url, start=began, end=stop))
+    _kept[url, began] = run
+    while len(_kept) > 2 * PARTS * GROUPS:
+        _kept.popitem(last=False)
+    return run
 
 
 @lru_cache(maxsize=8)
@@ -85,8 +87,6 @@ def open_stream(spec: str) -> dict[str, Source]:
     Its index is copied to the cache folder; pictures stay where they are. Raises ValueError where
     there is no index, OSError where the place cannot be reached.
     """
-    from vitlab.data.named import cache_folder
-
     root, system = spec.rstrip("/"), _system(spec.partition("://")[0], os.getpid())
 
     def copy(name: str, to: Path) -> None:

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from vitlab.data import loader
 from vitlab.data.sources import Source
+from vitlab.data.writing import written
 from vitlab.models.vit import ViT
-from vitlab.weights.bundle import Bundle, written
+from vitlab.weights.bundle import Bundle
 
-SHOTS = (1, 5, 10, 25)
 RIDGE = 2.0**10  # the one value that the originals' configuration uses
 CONSTANT = 100.0  # the bias as a feature, so large that the ridge hardly weighs on it
 STRENGTHS = tuple(10.0**e for e in range(-4, 5))  # of the linear probe, as scikit-learn's C
@@ -57,8 +57,10 @@ def features(
         cache: folder where features are kept and found again, by the sha256 of weights,
             configuration and pictures' names.
 
-    Raises ValueError for a layer or token that the model does not have.
+    Raises ValueError for a layer or token that the model does not have, or several labels.
     """
+    if source.many is not None:
+        raise ValueError(f"{source.spec}: has several labels a picture; probes take one")
     model = bundle.model
     if layer is not None or pool is not None:
         if not isinstance(model, ViT):

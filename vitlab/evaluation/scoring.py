@@ -120,8 +120,6 @@ def score(
         gather: a value -> the values of all processes.
         thresholds: of a multi-label model, by class; chosen from these pictures where not given.
     """
-    if batch < 1 or workers < 0:
-        raise ValueError(f"batch must be at least 1, workers 0, not {batch} and {workers}")
     weight = next(model.parameters())
     was_training = model.training
     model.eval()

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vitlab.data.writing import written
 from vitlab.training import parallel
 from vitlab.training.optim import Average
-from vitlab.weights.bundle import written
 
 KEEP = 2  # checkpoints kept: the newest, and one before it
 
@@ -43,7 +43,9 @@ def save(
         tensors |= {f"average.{k}": v for k, v in average.tensors.items()}
         state = {**state, "average_updates": average.updates}
     tensors = _on_cpu(tensors, write)
-    broken = [k for k, v in tensors.items() if not v.isfinite().all()]
+    broken = parallel.first_says(  # it alone has the tensors, and all must end
+        parallel.current(), lambda: [k for k, v in tensors.items() if not v.isfinite().all()]
+    )
     if broken:
         raise FloatingPointError(f"step {step}: {broken[0]} is not finite; nothing was saved")
     if not write:

@@ -16,10 +16,10 @@ import torch
 import yaml
 
 from vitlab.data.sources import printable
+from vitlab.data.writing import write_text
 from vitlab.training import config as configs
 from vitlab.training.config import TrainConfig
 from vitlab.training.loop import Job, Plan
-from vitlab.weights.bundle import write_text
 
 log = logging.getLogger("vitlab")
 # Options that do not change the result, but for its last bits.
@@ -76,13 +76,7 @@ def recorded(out: Path, config: TrainConfig) -> dict[str, Any] | None:
     except Exception as e:  # YAML raises everything from IndexError to RecursionError
         why = " ".join(str(e).split())[:200] or type(e).__name__
         raise ValueError(f"{path}: damaged ({why}); --overwrite starts anew") from e
-    now = configs.to_dict(config)
-    changed = [
-        f"{key} was {asked[key]}, now {now[key]}"
-        for key in now if key not in FREE and asked[key] != now[key]
-    ]  # fmt: skip
-    if changed:
-        what = printable("; ".join(changed))
+    if what := differences(asked, configs.to_dict(config)):
         raise ValueError(
             f"--out {out}: holds a run with other options ({what}); give the same,"
             " another folder, or --overwrite"
@@ -90,6 +84,14 @@ def recorded(out: Path, config: TrainConfig) -> dict[str, Any] | None:
     if then != _torch():
         log.warning("began with torch %s, this is %s: the last bits may differ", then, _torch())
     return record
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """Options that are others and change the result, in one line; empty where there are none."""
+    return printable("; ".join(
+        f"{key} was {then[key]}, now {now[key]}"
+        for key in now if key not in FREE and then[key] != now[key]
+    ))  # fmt: skip
 
 
 def _plan(values: dict[str, Any]) -> dict[str, Any]:
@@ -111,13 +113,8 @@ def refuse_inside(out: Path, spec: str) -> None:
 
 
 def begin(out: Path, config: TrainConfig, job: Job, fingerprint: str) -> None:
-    """Put a new run in the place of an older one."""
+    """Put a new run in the place of an older one: run.yaml has all that was asked and chosen."""
     clear(out)
-    write_record(out, config, job, fingerprint)
-
-
-def write_record(out: Path, config: TrainConfig, job: Job, fingerprint: str) -> None:
-    """run.yaml: what was asked, and all that was chosen for it."""
     record = {
         "asked": configs.to_dict(config),
         "plan": asdict(job.plan),

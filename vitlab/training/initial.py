@@ -21,6 +21,11 @@ log = logging.getLogger("vitlab")
 BACKBONE = "backbone"  # --freeze: all but the head
 
 
+def image_size(config: TrainConfig) -> tuple[int, int] | None:
+    """(H, W) as asked for, in pixels; one number is a square."""
+    return None if config.size is None else (config.size[0], config.size[-1])
+
+
 def with_head(config: TrainConfig, shape: zoo.Config) -> zoo.Config:
     """A new model's shape, with the tanh layer of pre-training where it is asked for."""
     if not config.tanh_head:

@@ -22,6 +22,7 @@ from vitlab.data.augment import Augment, mix
 from vitlab.data.loader import Batch
 from vitlab.data.preprocess import Preprocess, normalise
 from vitlab.data.sources import Source
+from vitlab.data.writing import written
 from vitlab.evaluation.scoring import Scores, score
 from vitlab.models.zoo import Model
 from vitlab.training import checkpoint, parallel, safety, tasks, tracking
@@ -30,11 +31,9 @@ from vitlab.training.optim import Average, clip_gradients, hold_back, learning_r
 from vitlab.training.parallel import Ranks
 from vitlab.training.progress import Progress
 from vitlab.training.safety import out_of_memory
-from vitlab.weights.bundle import written
 
 log = logging.getLogger("vitlab")
 POINTS = 200  # lines of training loss in metrics.jsonl over a whole run
-EVALUATIONS = 20  # at most, over a whole run
 
 
 class Stopped(Exception):  # noqa: N818  it is no error
@@ -104,7 +103,7 @@ def run(job: Job, out: Path, unreadable: dict[str, str]) -> tuple[Scores | None,
     """
     state = _resume(job, out)
     state.skipped |= unreadable
-    if state.parts:
+    if state.parts and job.ranks.world == 1:  # several have less of a batch each
         job = safety.cut(job, state.parts)
     copied = job.ranks.world > 1 and not job.config.shard
     forward: Any = parallel.copy_to_all(job.model) if copied else job.model
@@ -115,7 +114,6 @@ def run(job: Job, out: Path, unreadable: dict[str, str]) -> tuple[Scores | None,
     every = max(1, job.plan.steps // POINTS)
     scores = None
     with (
-        parallel.lost(job.ranks),
         _signals() as received,
         Progress(job.plan.steps, state.step, job.config.batch, job.ranks.first) as progress,
     ):
@@ -270,6 +268,8 @@ def _resume(job: Job, out: Path) -> State:
 
 
 def _save(job: Job, state: State, out: Path) -> None:
+    for own in parallel.gather(job.ranks, state.skipped):  # a resumed run starts from the first's
+        state.skipped |= own
     checkpoint.save(
         out / "checkpoints", state.step, vars(state), job.model, job.optimizer, job.average,
         write=job.ranks.first,
@@ -292,7 +292,8 @@ def _log_train(job: Job, state: State, out: Path, norm: float, progress: Progres
     rate = job.optimizer.param_groups[0]["lr"]
     _write_line(state, out, {
         "kind": "train", "step": state.step, "epoch": _epoch(job, state),
-        "loss": state.loss_sum / state.loss_steps, "lr": rate, "grad_norm": norm,
+        "loss": state.loss_sum / state.loss_steps, "lr": rate,
+        "grad_norm": norm if math.isfinite(norm) else None,  # of a step that was skipped
         "images_per_second": round(progress.rate, 1), "seconds": round(progress.elapsed, 1),
         "waiting": round(progress.waiting_share, 3),
     })  # fmt: skip

@@ -153,7 +153,7 @@ def recompute(model: nn.Module) -> None:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: encoder blocks, or a BiT's units."""
+    """The repeated parts of a model: encoder blocks, or a BiT's stages."""
     repeated = [m for m in model.children() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     return [block for part in repeated for block in part]
 

@@ -13,11 +13,12 @@ from vitlab.data.sources import Source
 from vitlab.models.zoo import Model
 from vitlab.training import machine, parallel
 from vitlab.training.config import TrainConfig, seconds
-from vitlab.training.loop import EVALUATIONS, Job, Plan, batches, update
+from vitlab.training.loop import Job, Plan, batches, update
 from vitlab.training.optim import Average, optimizer_of
 from vitlab.training.safety import out_of_memory
 
 log = logging.getLogger("vitlab")
+EVALUATIONS = 20  # at most, over a whole run
 PLANNING = 20.0  # seconds of trial steps that plan a --budget, at most a twentieth of it
 HIGH = {"adamw": 5e-3, "sgd": 0.5}  # rates above which Vision Transformers tend to collapse
 

@@ -15,12 +15,12 @@ from vitlab.data.augment import mix
 from vitlab.data.decode import Unreadable
 from vitlab.data.preprocess import Preprocess
 from vitlab.data.sources import Source
+from vitlab.data.writing import written
 from vitlab.models import zoo
-from vitlab.training import initial, loop
+from vitlab.training import initial, loop, run
 from vitlab.training.config import TrainConfig
 from vitlab.training.parallel import Ranks
 from vitlab.weights import formats
-from vitlab.weights.bundle import written
 
 LEAST = 96  # pixels a side that a small picture is magnified to, by whole factors
 GAP, LINE = 4, 14  # pixels between pictures; of a line of text
@@ -34,10 +34,7 @@ def write(spec: str, config: TrainConfig, path: Path, rows: int, columns: int) -
     """
     if min(rows, columns) < 1 or rows * columns > 10_000:
         raise ValueError(f"--rows {rows} --columns {columns}: a sheet of 1 to 10,000 pictures")
-    parts = sources.open_spec(spec)
-    whole = parts.get("train") or parts.get("all")
-    if whole is None:
-        raise ValueError(f"{spec}: has no training part, only {', '.join(parts)}")
+    whole = run.training_part(spec, sources.open_spec(spec))
     sheet = draw(whole, config, rows, columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     with written(path) as aside:
@@ -77,7 +74,7 @@ def draw(source: Source, config: TrainConfig, rows: int, columns: int) -> Image.
 
 def _preprocess(config: TrainConfig) -> Preprocess:
     """That of the run these options would make."""
-    size = None if config.size is None else (config.size[0], config.size[-1])
+    size = initial.image_size(config)
     if config.from_ is not None:
         start = formats.load(config.from_)
         own = replace(start.preprocess, size=size or start.preprocess.size)

@@ -92,8 +92,6 @@ def _train(
     if ranks.first:
         plans.tell(job)
     scores, unreadable = run(job, out, unreadable)
-    for own in parallel.gather(ranks, unreadable):
-        unreadable |= own
     if config.lora:
         adapters.merge(job.model)
     model = parallel.gathered(job.model)
@@ -129,6 +127,14 @@ def open_data(source: Data) -> tuple[str, Mapping[str, Source]]:
     return "arrays", {"all": sources.from_arrays(*source)}
 
 
+def training_part(spec: str, parts: Mapping[str, Source]) -> Source:
+    """What of a set is learned from. Raises ValueError where there is nothing."""
+    part = parts.get("train") or parts.get("all")
+    if part is None:
+        raise ValueError(f"{spec}: has no training part, only {', '.join(parts)}")
+    return part
+
+
 def _split(
     spec: str, parts: Mapping[str, Source], config: TrainConfig
 ) -> tuple[Source, Source | None, str]:
@@ -137,9 +143,7 @@ def _split(
         parts = sources.regroup(parts, config.group)
     for note in next(iter(parts.values())).notes:
         log.info(note)
-    whole = parts.get("train") or parts.get("all")
-    if whole is None:
-        raise ValueError(f"{spec}: has no training part, only {', '.join(parts)}")
+    whole = training_part(spec, parts)
     if len(whole.classes) < 2:
         raise ValueError(
             f"{spec}: found 1 class ({whole.classes[0]}); need at least 2: is the path one level"
@@ -278,16 +282,12 @@ def _shape(config: TrainConfig, classes: int) -> zoo.Config:
     if config.model is None:
         raise ValueError("give --model NAME (see `vitlab models`) or --from BUNDLE")
     shape = zoo.configure(
-        config.model, classes=classes, image=_size(config), patch=config.patch,
+        config.model, classes=classes, image=initial.image_size(config), patch=config.patch,
         width=config.width, depth=config.depth, heads=config.heads, mlp_width=config.mlp_width,
         pool=config.pool, class_token=None if config.pool is None else config.pool == "token",
         dropout=config.dropout, drop_path=config.drop_path,
     )  # fmt: skip
     return initial.with_head(config, shape)
-
-
-def _size(config: TrainConfig) -> tuple[int, int] | None:
-    return None if config.size is None else (config.size[0], config.size[-1])
 
 
 def _continue(config: TrainConfig, start: Bundle, source: Source) -> tuple[zoo.Model, Preprocess]:
@@ -305,7 +305,7 @@ def _continue(config: TrainConfig, start: Bundle, source: Source) -> tuple[zoo.M
         replace(old, **{k: v for k, v in shape.items() if v is not None and k in known})
     )
     model.load_state_dict({**model.state_dict(), **tensors})
-    size = _size(config) or old.image
+    size = initial.image_size(config) or old.image
     if size != old.image:
         model.resize(size)
         log.info("images of %d x %d instead of %d x %d: positions resampled", *size, *old.image)

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from vitlab.data.loader import Batch
-from vitlab.training.config import TrainConfig
-from vitlab.weights.bundle import written
+from vitlab.data.writing import written
 
 if TYPE_CHECKING:
     from vitlab.training.loop import Job
@@ -34,7 +33,7 @@ def out_of_memory(job: Job) -> Iterator[None]:
             "can't allocate memory" not in str(e)  # the CPU has no error class of its own
         ):
             raise
-        c, (h, w), parts = job.config, job.preprocess.size, _finer(job.config)
+        c, (h, w), parts = job.config, job.preprocess.size, _finer(job)
         same = f"--accumulate {parts} (the same result), " if parts else ""
         raise MemoryError(
             f"out of memory: --batch {c.batch} in {c.accumulate} parts, images of {h} x {w},"
@@ -48,13 +47,14 @@ def more_parts(job: Job) -> int | None:
 
     With several processes all of them must agree, and one that ran out cannot ask the others.
     """
-    return _finer(job.config) if job.ranks.world == 1 else None
+    return _finer(job) if job.ranks.world == 1 else None
 
 
-def _finer(config: TrainConfig) -> int | None:
-    """Twice as many parts of a batch, or the next number that divides it."""
-    enough = range(2 * config.accumulate, config.batch + 1)
-    return next((parts for parts in enough if config.batch % parts == 0), None)
+def _finer(job: Job) -> int | None:
+    """Twice as many parts of a process's share of a batch, or the next number that divides it."""
+    share = job.config.batch // job.ranks.world
+    enough = range(2 * job.config.accumulate, share + 1)
+    return next((parts for parts in enough if share % parts == 0), None)
 
 
 def cut(job: Job, parts: int) -> Job:

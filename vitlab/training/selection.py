@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import yaml
 
 from vitlab.data import sources
 from vitlab.data.sources import Source
+from vitlab.data.writing import write_text
 from vitlab.evaluation.scoring import Scores, match, score
 from vitlab.training import config as configs
-from vitlab.training import folder, parallel, run
+from vitlab.training import folder, machine, parallel, run
 from vitlab.training.config import TrainConfig
 from vitlab.training.run import Data, Finish
 from vitlab.weights import bundle as bundles
-from vitlab.weights.bundle import Bundle, write_text
+from vitlab.weights.bundle import Bundle
 
 log = logging.getLogger("vitlab")
 RECORD = "selection.yaml"  # what was asked, and the table
@@ -97,14 +99,25 @@ def _protocol(
         log.info("lr %g is the best; learning again from all %s pictures", rate, f"{len(whole):,}")
     final = replace(one, lr=rate, seeds=config.seeds, held_out=0.0, patience=0)
     refits = _seeds({"train": whole}, final, out, finish)
-    scores = [
-        score(b.model, b.preprocess, match(test, b), batch=config.batch, thresholds=thresholds)
-        for b in refits
-    ]
+    scores = [_tested(b, match(test, b), config, thresholds) for b in refits]
     if config.seeds > 1:
         table["seeds"] = _spread([s.metrics.top1 for s in scores], config)
     table["test"] = {"scored_on": scores[0].metrics.scored_on, "top1": scores[0].metrics.top1}
     return refits[0], scores[0], match(test, refits[0])
+
+
+def _tested(
+    bundle: Bundle, test: Source, config: TrainConfig, thresholds: dict[str, float]
+) -> Scores:
+    """The test part's scores, by all processes on their devices; the bundle stays on the CPU."""
+    ranks = parallel.current()
+    bundle.model.to(machine.device(config.device))
+    scores = score(
+        bundle.model, bundle.preprocess, test, batch=config.batch, thresholds=thresholds,
+        share=(ranks.rank, ranks.world), gather=partial(parallel.gather, ranks),
+    )  # fmt: skip
+    bundle.model.cpu()
+    return scores
 
 
 def _tried(source: Data, config: TrainConfig, finish: Finish) -> dict[str, Any]:
@@ -174,13 +187,9 @@ def _begin(out: Path, config: TrainConfig) -> bool:
         except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, ValueError) as e:
             why = " ".join(str(e).split())
             raise ValueError(f"{path}: damaged ({why}); --overwrite starts anew") from e
-        changed = [
-            f"{key} was {then[key]}, now {asked[key]}"
-            for key in asked if key not in folder.FREE and then[key] != asked[key]
-        ]  # fmt: skip
-        if changed:
+        if what := folder.differences(then, asked):
             raise ValueError(
-                f"--out {out}: holds a selection with other options ({'; '.join(changed)}); give"
+                f"--out {out}: holds a selection with other options ({what}); give"
                 " the same, another folder, or --overwrite"
             )
         return (out / "config.json").exists()

@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from vitlab.data.preprocess import Preprocess as Preprocess
 from vitlab.data.sources import printable
+from vitlab.data.writing import utf8, written
 from vitlab.models import zoo
 from vitlab.models.vit import ViTConfig
 from vitlab.weights.predictor import Prediction, predict
@@ -73,44 +73,9 @@ def save(bundle: Bundle, path: str | os.PathLike[str], format: str = "vitlab") -
         written(folder / "model.safetensors") as model_aside,
     ):
         config_aside.write_text(json.dumps(_config(bundle), indent=2) + "\n", encoding="utf-8")
-        readme_aside.write_bytes(_utf8(model_card(bundle)))
+        readme_aside.write_bytes(utf8(model_card(bundle)))
         save_file(tensors, model_aside, metadata={"format": "pt"})
         config.unlink(missing_ok=True)
-
-
-@contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """Where to write instead of `path`: once whole it is flushed and renamed, else removed.
-
-    Raises OSError naming `path` if the disk refuses; what was there is intact.
-    """
-    aside = path.with_name(f".{path.name}.part")
-    try:
-        aside.touch()
-        mode = aside.stat().st_mode  # what the user's umask gives; safetensors would give 0600
-        yield aside
-        with open(aside, "rb+") as f:
-            os.fsync(f.fileno())
-        aside.chmod(mode)
-        os.replace(aside, path)
-    except BaseException as e:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        if isinstance(e, SafetensorError) or (isinstance(e, OSError) and e.strerror):
-            why = getattr(e, "strerror", None) or str(e)
-            raise OSError(f"{path}: could not be written ({why})") from e
-        raise
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file: all of it, or what was there stays."""
-    with written(path) as aside:
-        aside.write_bytes(_utf8(text))
-
-
-def _utf8(text: str) -> bytes:
-    """Names of files and classes may hold what is no text."""
-    return text.encode("utf-8", "backslashreplace")
 
 
 def _config(bundle: Bundle) -> dict[str, Any]:

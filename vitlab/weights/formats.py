@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from vitlab.data.writing import written
 from vitlab.models.basics import pair, zero_
 from vitlab.models.resnet import BiT, BiTConfig
 from vitlab.models.vit import ViT, ViTConfig
@@ -32,7 +33,7 @@ from vitlab.weights import (
     torchvision,
 )
 from vitlab.weights import bundle as bundles
-from vitlab.weights.bundle import Bundle, Card, written
+from vitlab.weights.bundle import Bundle, Card
 from vitlab.weights.detect import detect, matches
 from vitlab.weights.foreign import Facts, Format
 from vitlab.weights.reading import read_model
