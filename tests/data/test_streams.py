@@ -1,5 +1,7 @@
 """Shards read from afar: which rows, in which order, by whom, and how often each byte."""
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +142,22 @@ def test_what_is_not_there_is_named(tmp_path: Path, packed: str) -> None:
     skipped = [why for batch in found for _, why in batch.skipped]
     assert skipped
     assert all("cannot be read from" in why for why in skipped)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "", ".."])
+def test_no_name_of_an_index_leaves_its_folder(packed: str, name: str) -> None:
+    path = Path(packed.removeprefix("file://")) / "index.json"
+    index = json.loads(path.read_text())
+    for place in ("split", "column", "file"):
+        bad = copy.deepcopy(index)
+        part = bad["splits"]["val"]
+        if place == "split":
+            bad["splits"][name] = part
+        elif place == "column":
+            part["columns"] = [*part["columns"], name]
+        else:
+            part["shards"][0]["file"] = name
+        path.write_text(json.dumps(bad))
+        for spec in (packed, packed.removeprefix("file://")):
+            with pytest.raises(ValueError, match="is no name of a file in it"):
+                sources.open_spec(spec)

@@ -16,7 +16,7 @@ import vitlab
 from vitlab.data import loader
 from vitlab.data.augment import Augment
 from vitlab.data.preprocess import Preprocess
-from vitlab.training import checkpoint, parallel
+from vitlab.training import checkpoint, parallel, run
 from vitlab.training.parallel import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no distribution")
@@ -139,6 +139,15 @@ def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert done.stderr.count("--batch 7 cannot be cut into 2 processes") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_odd_shares_cannot_be_mixed(tmp_path: Path) -> None:
+    """A partner on another process would be out of reach."""
+    config = toys.config(tmp_path / "run", batch=6, mixup=0.2)
+    with pytest.raises(ValueError, match=r"--batch 6: mixing pairs pictures.* multiple of 4"):
+        run._prepare(
+            config, torch.device("cpu"), toys.source(), None, None, None, Ranks(rank=0, world=2)
+        )
 
 
 def test_shards_need_processes(tmp_path: Path) -> None:

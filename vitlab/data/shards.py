@@ -158,7 +158,11 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         good = index["format"] == FORMAT
         newer = good and index["version"] > VERSION
-    except (ValueError, KeyError, TypeError) as e:
+        for split, part in index["splits"].items() if good and not newer else ():
+            for name in (split, *part["columns"], *(shard["file"] for shard in part["shards"])):
+                if os.path.basename(name) != name or not name.strip("."):
+                    raise ValueError(f"{name!r} is no name of a file in it")
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{folder / INDEX}: not an index of shards ({e})") from e
     if not good or newer:
         why = "of a newer vitlab" if newer else "not an index of shards"
@@ -168,18 +172,27 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def _packed(spec: str, folder: Path) -> dict[str, Source]:
     index = read_index(folder)
+    for part in index["splits"].values():
+        for shard in part["shards"]:
+            file = folder / shard["file"]
+            if not file.is_file():
+                raise FileNotFoundError(f"{spec}: no file {file}, which its index names")
+            if file.stat().st_size != shard["bytes"]:
+                raise ValueError(f"{spec}: {file} is not as long as its index says; copy it again")
+    return indexed(spec, folder, index, str(folder), Shards)
+
+
+def indexed(
+    spec: str, folder: Path, index: dict[str, Any], root: str, reader: type[Shards]
+) -> dict[str, Source]:
+    """Sources by split from an index and its arrays in a folder, for shards below a root."""
     mapped.cache_clear()  # the folder may hold other files than when it was last opened
     sources = {}
     for split, part in index["splits"].items():
-        files = [str(folder / shard["file"]) for shard in part["shards"]]
-        for file, shard in zip(files, part["shards"], strict=True):
-            if not os.path.isfile(file):
-                raise FileNotFoundError(f"{spec}: no file {file}, which its index names")
-            if os.path.getsize(file) != shard["bytes"]:
-                raise ValueError(f"{spec}: {file} is not as long as its index says; copy it again")
+        files = tuple(f"{root}/{shard['file']}" for shard in part["shards"])
         paths = {name: str(folder / f"{split}.{name}.npy") for name in part["columns"]}
         starts = np.cumsum([0, *(shard["pictures"] for shard in part["shards"])])
-        load = Shards(tuple(files), starts, paths["places"])
+        load = reader(files, starts, paths["places"])
         try:
             columns: dict[str, Any] = {name: mapped(path) for name, path in paths.items()}
             if any(len(column) != starts[-1] for column in columns.values()):

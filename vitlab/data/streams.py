@@ -22,8 +22,9 @@ import numpy as np
 
 from vitlab.data import decode
 from vitlab.data.named import cache_folder
-from vitlab.data.shards import BLOCK, INDEX, Names, Shards, mapped, read_index
+from vitlab.data.shards import BLOCK, INDEX, Shards, indexed, mapped, read_index
 from vitlab.data.sources import MAX_MEMBER, Source
+from vitlab.data.writing import written
 
 RUN = 64  # neighbours that are fetched, and shuffled, together
 PARTS = 8  # parts of a batch, each from a lane of its own
@@ -92,9 +93,8 @@ def open_stream(spec: str) -> dict[str, Source]:
     def copy(name: str, to: Path) -> None:
         if not to.exists():
             to.parent.mkdir(parents=True, exist_ok=True)
-            aside = to.with_name(f".{to.name}.{os.getpid()}")
-            aside.write_bytes(system.cat_file(f"{root}/{name}"))
-            os.replace(aside, to)
+            with written(to) as aside:
+                aside.write_bytes(system.cat_file(f"{root}/{name}"))
 
     try:
         digest = hashlib.sha256(spec.encode() + system.cat_file(f"{root}/{INDEX}")).hexdigest()
@@ -103,20 +103,10 @@ def open_stream(spec: str) -> dict[str, Source]:
     folder = cache_folder() / "streams" / digest[:32]
     copy(INDEX, folder / INDEX)
     index = read_index(folder)
-    sources = {}
     for split, part in index["splits"].items():
         for name in part["columns"]:
             copy(f"{split}.{name}.npy", folder / f"{split}.{name}.npy")
-        starts = np.cumsum([0, *(shard["pictures"] for shard in part["shards"])])
-        files = tuple(f"{root}/{shard['file']}" for shard in part["shards"])
-        paths = {name: str(folder / f"{split}.{name}.npy") for name in part["columns"]}
-        load = Stream(files, starts, paths.pop("places"))
-        columns: dict[str, Any] = {name: mapped(path) for name, path in paths.items()}
-        ids = cast(np.ndarray, Names(load, bytes.fromhex(part["sha256"])))
-        sources[split] = Source(
-            spec=spec, split=split, classes=tuple(index["classes"]), load=load, ids=ids, **columns
-        )
-    return sources
+    return indexed(spec, folder, index, root, Stream)
 
 
 # Order -------------------------------------------------------------------------------------------

@@ -248,6 +248,11 @@ def _prepare(
             f"--batch {config.batch} cannot be cut into {ranks.world} processes x"
             f" --accumulate {config.accumulate}"
         )
+    if ranks.world > 1 and (config.mixup or config.cutmix) and config.batch // ranks.world % 2:
+        raise ValueError(
+            f"--batch {config.batch}: mixing pairs pictures, and {ranks.world} processes have odd"
+            f" shares of it; give a multiple of {2 * ranks.world}"
+        )
     if not config.shard:
         model.to(where)
     choice = Plan(**recorded) if recorded else None
