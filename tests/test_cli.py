@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -23,17 +22,7 @@ from vitlab.commands import train as commands
 from vitlab.training import checkpoint, loop
 from vitlab.weights.bundle import Bundle
 
-
-@pytest.fixture(autouse=True)
-def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command line sets up its process; tests share one."""
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.setenv(name, os.environ.get(name, "1"))
-    logger, threads = logging.getLogger("vitlab"), torch.get_num_threads()
-    handlers, level = logger.handlers, logger.level
-    yield
-    logger.handlers, logger.level = handlers, level
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("shared_process")
 
 
 class Call:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vitlab.commands import data, probe, train, use, weights
 from vitlab.flags import nearest, parse
-from vitlab.training.machine import cores
+from vitlab.training.machine import cores, talks
 
 # Two words name a command of a group, such as `data check`.
 VERBS: dict[str, tuple[type, Callable[[Any], int]]] = {
@@ -98,7 +98,7 @@ def _settle(threads: int | None) -> None:
     handler.emit = lambda record: print(record.getMessage(), file=sys.stderr)  # type: ignore[method-assign]
     logger = logging.getLogger("vitlab")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO if _first() else logging.ERROR)
+    logger.setLevel(logging.INFO if talks() else logging.ERROR)
 
 
 def _explain(error: Exception) -> int:
@@ -113,7 +113,7 @@ def _explain(error: Exception) -> int:
 
     if isinstance(error, Followed):
         return 1
-    if isinstance(error, Stopped) and not _first():
+    if isinstance(error, Stopped) and not talks():
         return 128 + error.number
     if isinstance(error, Stopped):
         return _fail(f"{error}; the same command resumes", 128 + error.number)
@@ -121,14 +121,9 @@ def _explain(error: Exception) -> int:
         return _fail("out of memory; a smaller --batch needs less", 1)
     wrong = isinstance(error, ValueError) and not isinstance(error, Unreadable)
     same = wrong or isinstance(error, FloatingPointError)  # in every process
-    if same and not _first():
+    if same and not talks():
         return 2 if wrong else 1
     return _fail(error, 2 if wrong or isinstance(error, FileNotFoundError) else 1)
-
-
-def _first() -> bool:
-    """Of the processes that torchrun started, the one that talks."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _fail(error: object, code: int) -> int:

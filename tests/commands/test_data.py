@@ -1,15 +1,11 @@
 """`vitlab data check`, `preview` and `pack` as people call them."""
 
 import json
-import logging
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import toys
 from PIL import Image
 
@@ -21,17 +17,7 @@ from vitlab.data.loader import train_batches
 from vitlab.data.preprocess import Preprocess
 from vitlab.training import preview
 
-
-@pytest.fixture(autouse=True)
-def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command line sets up its process; tests share one."""
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.setenv(name, os.environ.get(name, "1"))
-    logger, threads = logging.getLogger("vitlab"), torch.get_num_threads()
-    handlers, level = logger.handlers, logger.level
-    yield
-    logger.handlers, logger.level = handlers, level
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("shared_process")
 
 
 def call(*words: object) -> int:

@@ -176,13 +176,9 @@ def test_the_cache_knows_weights_and_pictures(
     assert_allclose(probes.features(bundle, source, cache=tmp_path).x, first.x, atol=1e-6)
 
 
+@pytest.mark.usefixtures("shared_process")
 @pytest.mark.parametrize("method", ["fewshot", "knn", "linear"])
-def test_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, os.environ.get(name, "1"))
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str) -> None:
     vitlab.save(toys.bundle(), tmp_path / "bundle")
     toys.write_folder(tmp_path / "photos")
     words = ["probe", str(tmp_path / "bundle"), str(tmp_path / "photos"), "--method", method]

@@ -1,7 +1,6 @@
 """`vitlab demo` and `vitlab train`."""
 
 import json
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import tyro
 
 from vitlab.training.config import TrainConfig
+from vitlab.training.machine import talks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def train(options: Train) -> int:
 
     config = TrainConfig(**{f.name: getattr(options, f.name) for f in fields(TrainConfig)})
     bundle = runs.train(options.spec, config)
-    if os.environ.get("RANK", "0") != "0":  # torchrun's other processes
+    if not talks():
         return 0
     if options.json:
         print(json.dumps({"out": options.out, "metrics": bundle.card.metrics}))

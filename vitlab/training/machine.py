@@ -28,6 +28,11 @@ def cores() -> int:
     return max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def talks() -> bool:
+    """Is this process alone, or the first of those that torchrun started?"""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def device(asked: str | None) -> torch.device:
     """cuda, then mps, then cpu; ValueError for one that is not there."""
     import torch
