@@ -6,6 +6,7 @@ order of pictures, augmentation and learning rate are the same on any number of 
 
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -62,6 +63,9 @@ def processes() -> Iterator[Ranks]:
     try:
         yield current()
     finally:
+        # A thread of gloo's frees the tensors of the last message, for which it needs the
+        # interpreter; where this one has begun to exit by then, torch aborts the process.
+        time.sleep(0.1)
         dist.destroy_process_group()
 
 
