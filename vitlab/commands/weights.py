@@ -57,7 +57,7 @@ def models(options: Models) -> int:
 
     from vitlab.models.cost import macs, parameters
     from vitlab.models.zoo import MODELS
-    from vitlab.weights import public
+    from vitlab.weights import public, shipped
 
     chosen = {name: c for name, c in MODELS.items() if fnmatch(name, options.pattern)}
     published = [p for p in public.TABLE.values() if fnmatch(p.name, options.pattern)]
@@ -69,7 +69,8 @@ def models(options: Models) -> int:
         if options.json:
             print(json.dumps({"name": name, "parameters": count, "macs": cost, "image": [h, w]}))
         else:
-            print(f"{name:<12} {count:>12,} parameters {cost / 1e9:>8.2f} GMACs at {h} x {w}")
+            line = f"{name:<12} {count:>12,} parameters {cost / 1e9:>8.2f} GMACs at {h} x {w}"
+            print(line + "  (its weights are here)" * (name in shipped.names()))
     if published and not options.json:
         print("\npublished weights, for --from, inspect and convert:")
     for p in published:

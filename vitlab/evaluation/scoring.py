@@ -1,7 +1,7 @@
 """Score a bundle on a source: every picture exactly once."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from vitlab.data.preprocess import Preprocess
 from vitlab.data.sources import Source
 from vitlab.evaluation.metrics import Metrics, count
 from vitlab.evaluation.multilabel import count_many
+from vitlab.weights import labels
 from vitlab.weights.bundle import Bundle, Card
 
 
@@ -58,6 +59,7 @@ def match(source: Source, bundle: Bundle) -> Source:
 
     Raises ValueError for classes that the model does not know, or several labels where it has one.
     """
+    source = replace(source, classes=labels.translate(source.classes, bundle.classes))
     source = sources.match_classes(source, bundle.classes)
     if bundle.card.task == "multi-label":
         return multilabel.as_many(source)

@@ -37,7 +37,8 @@ def _hybrid(layers: tuple[int, ...], size: str, patch: int = 1) -> ViTConfig:
 MODELS: dict[str, Config] = {
     # The small model that ships: the width and heads of Ti, two thirds of its depth.
     "vit-nano8": ViTConfig(
-        image=(64, 64), patch=(8, 8), width=192, depth=8, mlp_width=768, heads=3
+        image=(64, 64), patch=(8, 8), width=192, depth=8, mlp_width=768, heads=3, classes=200,
+        pool="mean", class_token=False,
     ),
     **{
         f"vit-{size}{patch}": ViTConfig(patch=(patch, patch), **SIZES[size])

@@ -22,7 +22,7 @@ from vitlab.training.config import TrainConfig
 from vitlab.training.loop import Job, Plan, run
 from vitlab.training.optim import Average, optimizer_of
 from vitlab.weights import bundle as bundles
-from vitlab.weights import formats
+from vitlab.weights import formats, labels, shipped
 from vitlab.weights.bundle import Bundle, Card
 
 log = logging.getLogger("vitlab")
@@ -165,9 +165,17 @@ def _match(
     start: Bundle | None, train_part: Source, val_part: Source | None
 ) -> tuple[Source, Source | None]:
     """With a bundle that knows the same classes, labels follow its order and its head is kept."""
-    if start and set(start.classes) == set(train_part.classes):
-        train_part = sources.match_classes(train_part, start.classes)
-    return train_part, val_part and sources.match_classes(val_part, train_part.classes)
+    val_part = val_part and sources.match_classes(val_part, train_part.classes)
+    if start is None:
+        return train_part, val_part
+    known, words = start.classes, labels.translate(train_part.classes, start.classes)
+
+    def renamed(part: Source) -> Source:
+        return sources.match_classes(replace(part, classes=words), known)
+
+    if set(words) == set(known):
+        return renamed(train_part), val_part and renamed(val_part)
+    return train_part, val_part
 
 
 def _fingerprint(*parts: Source | None) -> str:
@@ -215,7 +223,8 @@ def _origin(config: TrainConfig, start: Bundle | None) -> dict[str, Any]:
     """Where the weights came from."""
     if start is None or config.from_ is None:
         return {"format": "vitlab", "sha256": None, "licence": None}
-    came, weights = start.card.source, Path(config.from_) / "model.safetensors"
+    came, where = start.card.source, shipped.find(config.from_) or Path(config.from_)
+    weights = where / "model.safetensors"
     if weights.is_file() and (weights.parent / "config.json").is_file() and "file" not in came:
         came = {**came, "format": "vitlab", "sha256": bundles.sha256(weights)}
     return {"format": None, "sha256": None, "licence": None, **came}

@@ -29,6 +29,7 @@ from vitlab.weights import (
     labels,
     own,
     public,
+    shipped,
     timm,
     torchvision,
 )
@@ -59,9 +60,9 @@ def read(
     """Read weights of any format, and tell what became of each tensor.
 
     Args:
-        path: a file or folder, whose content says what it is, or the name of a published
-            checkpoint (`public.TABLE`). Of several models in a file the averaged one is read
-            (`model_ema`, `teacher`).
+        path: a file or folder, whose content says what it is, or the name of a model that
+            ships (`shipped.names`) or of a published checkpoint (`public.TABLE`). Of several
+            models in a file the averaged one is read (`model_ema`, `teacher`).
         drop: patterns (`head.*`) of tensors, under their names or ours, to do without. A head or
             tanh layer is then left out; what the model needs stays as initialised and is listed
             as new.
@@ -81,7 +82,9 @@ def read(
         if field not in ASKED:
             raise ValueError(f"{field} is not asked of a file: {', '.join(ASKED)} are")
     where, patterns, name = Path(path), _patterns(drop), None
-    if public.is_name(path):
+    if inside := shipped.find(path):
+        where, name = inside, str(path)
+    elif public.is_name(path):
         name = str(path)
         where, known = public.find(name)
         stored = known.config.get("image") if stored is None else stored

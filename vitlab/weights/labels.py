@@ -19,6 +19,20 @@ def synsets(count: int) -> tuple[tuple[str, str], ...]:
         return tuple((synset, name) for synset, _, name in pairs)
 
 
+def translate(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    """WordNet ids (`n01443537`, as folders are called) in the words of `known`, if those are of
+    ImageNet; other names stay as they are.
+    """
+    if set(names) <= set(known):
+        return names
+    for count in SETS:
+        if set(known) <= set(imagenet(count)):
+            ids = (synset for synset, _ in synsets(count))
+            words = dict(zip(ids, imagenet(count), strict=True))
+            return tuple(words.get(name, name) for name in names)
+    return names
+
+
 @cache
 def imagenet(count: int) -> tuple[str, ...]:
     """Names of the outputs, each its own: what several share, the WordNet id tells apart."""
