@@ -1,9 +1,9 @@
 """Fine-tune by each preset, on the same pictures and weights; prints the table of the docs.
 
-    python bench/finetuning.py imagenette/ WEIGHTS --epochs 3 --size 224
+    python bench/finetuning.py few.csv WEIGHTS --epochs 3 --size 126 --test imagenette-128.zip
 
-Accuracy is that of the `val` or `test` part, once, after the last step; minutes are those of the
-whole run, memory is the process's peak (of the GPU, where there is one).
+Accuracy is that of the pictures of `--test`, which take no part in the training, scored once;
+minutes are those of the training, memory is the process's peak (of the GPU, where there is one).
 """
 
 import argparse
@@ -35,10 +35,12 @@ def one(preset: str, arguments: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     bundle = vitlab.train(arguments.spec, recipes.configure(preset, **options))
     minutes = (time.perf_counter() - began) / 60
+    metrics = bundle.card.metrics
+    if arguments.test:
+        metrics = vitlab.evaluate(bundle, arguments.test, batch=64).summary()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
-    metrics = bundle.card.metrics
     return {"top1": metrics["top1"], "interval": metrics["top1_interval"], "minutes": minutes,
             "gigabytes": peak / 1e9}  # fmt: skip
 
@@ -48,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("spec")
     parser.add_argument("weights")
+    parser.add_argument("--test", help="pictures to score; else the validation part's score")
     parser.add_argument("--epochs", type=float, default=3.0)
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--accumulate", type=int, default=0)

@@ -11,8 +11,9 @@ import yaml
 import vitlab
 from vitlab import flags
 from vitlab.commands.train import Train
-from vitlab.models import zoo
+from vitlab.models import cost, zoo
 from vitlab.models.resnet import BiTConfig
+from vitlab.models.vit import ViTConfig
 from vitlab.training import recipes
 from vitlab.training.config import TrainConfig
 
@@ -100,7 +101,10 @@ def test_better_plain_vit(epochs: int) -> None:
 
 def test_the_small_model_that_ships() -> None:
     c = recipes.configure("nano-pretrain")
-    assert (c.patch, c.size, c.width, c.depth, c.heads, c.pool) == (8, (64,), 192, 8, 3, "mean")
+    shape = zoo.configure(c.model or "", image=c.size and c.size[0])
+    assert isinstance(shape, ViTConfig)
+    assert (shape.patch, shape.pool, shape.class_token) == ((8, 8), "mean", False)
+    assert 2 * cost.parameters(zoo.MODELS["vit-nano8"]) < 8e6, "bytes in half precision"
 
 
 def test_every_recipe_says_how_where_how_long_and_what_to_expect() -> None:
