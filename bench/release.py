@@ -71,11 +71,12 @@ def log_of(runs: list[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
         asked = yaml.safe_load((run / "run.yaml").read_text())["asked"]
         cost = 6 * macs(vitlab.load(run).model.config) / 1e15
         text = (run / "metrics.jsonl").read_text().splitlines()
-        spent = 0.0
+        spent = seconds = 0.0
         for line in map(json.loads, text):
             seen = line["step"] * asked["batch"]
-            if line["kind"] == "train":
-                spent = line["seconds"] / 3600
+            if line["kind"] == "train":  # a resumed run counts anew
+                spent += (line["seconds"] - seconds * (line["seconds"] > seconds)) / 3600
+                seconds = line["seconds"]
             lines.append({
                 "stage": run.name, **{k: line[k] for k in COLUMNS if k in line},
                 "epochs": round(epochs + line["epoch"], 4), "images": int(images + seen),

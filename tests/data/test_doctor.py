@@ -294,6 +294,22 @@ def test_groups_from_paths(tmp_path: Path) -> None:
         regroup(parts, "(")
 
 
+def test_groups_that_lie_in_train_too_are_told(tmp_path: Path) -> None:
+    for split, numbers in (("train", (1, 1, 2, 4)), ("val", (1, 3, 3)), ("test", (2, 4, 4))):
+        for i, number in enumerate(numbers):
+            save(photograph(0), tmp_path / split / "a" / f"p{number}-{i}.png")
+    parts = open_spec(str(tmp_path))
+    assert doctor.shared_groups(parts) == []
+    assert doctor.shared_groups(regroup(parts, r"[a-z]+/a/p\d-\d")) == []
+    test, val = doctor.shared_groups(regroup(parts, r"p(\d)-"))
+    assert val == (
+        f"{tmp_path}: 1 of 3 pictures in val are of groups in train (groups: 1, such as that of"
+        " val/a/p1-0.png and train/a/p1-0.png), which flatters its score; `vitlab data check --fix`"
+        " keeps each group in one split"
+    )
+    assert "3 of 3 pictures in test are of groups in train (groups: 2, such as that of test" in test
+
+
 # Suspicious labels -----------------------------------------------------------------------------
 
 

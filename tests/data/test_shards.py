@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -318,6 +319,132 @@ def test_damage_is_told(packed: Path) -> None:
     (packed / "train.labels.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(ValueError, match="its index is damaged"):
         open_spec(str(packed))
+
+
+# Shards that anybody may have written ----------------------------------------------------------
+
+
+def change(index: dict[str, Any], *keys: str | int, to: object) -> None:
+    for key in keys[:-1]:
+        index = index[key]
+    index[keys[-1]] = to
+
+
+@pytest.mark.parametrize(
+    ("keys", "to", "said"),
+    [
+        (["splits"], {}, "no pictures"),
+        (["splits", "val", "columns"], "places", "val has the columns p, l"),
+        (["splits", "val", "columns"], ["places"], "val has the columns places"),
+        (["splits", "val", "columns"], ["places", "labels", "load"], "has the columns"),
+        (["splits", "val", "shards"], [], "val has shards of impossible sizes"),
+        (["splits", "val", "shards", 0, "pictures"], -1, "impossible sizes"),
+        (["splits", "val", "shards", 0, "pictures"], 10**400, "impossible sizes"),
+        (["splits", "val", "shards", 0, "bytes"], "many", "impossible sizes"),
+        (["splits", "val", "shards", 0, "pictures"], 7, "places are not those of its shards"),
+        (["splits", "val", "sha256"], 5, "its index is damaged"),
+        (["splits", "val", "shards", 0, "file"], "n" * 2000, "which its index names"),
+        (["splits", "val", "shards", 0, "file"], "\ud800", "index of shards .*surrogates"),
+        (["classes"], ["a", "a", "b"], "class names must differ"),
+        (["classes"], ["a", "b", "\ud800"], "class names must be UTF-8 text"),
+        (["classes"], ["a"], "labels that are none of its classes"),
+        (["version"], "new", "not an index of shards"),
+    ],
+)
+def test_an_index_that_cannot_be_is_refused_in_a_line(
+    keys: list[str | int], to: object, said: str, packed: Path
+) -> None:
+    index = json.loads((packed / "index.json").read_text())
+    change(index, *keys, to=to)
+    (packed / "index.json").write_text(json.dumps(index))
+    with pytest.raises((ValueError, FileNotFoundError), match=said) as caught:
+        open_spec(str(packed))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "", "\0", '{"format": "vitlab-shards"}', "[]"])
+def test_what_is_no_index_is_refused(text: str, packed: Path) -> None:
+    (packed / "index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index.json: not an index of shards"):
+        open_spec(str(packed))
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("labels", np.full(40, 3, np.int32)), ("labels", np.full(40, -1, np.int32)),
+        ("labels", np.zeros(40)), ("labels", np.zeros((40, 1), np.int32)),
+        ("places", np.zeros(40, np.uint64)), ("places", np.uint32(0)),
+    ],
+)  # fmt: skip
+def test_columns_of_another_kind_are_refused(name: str, column: Any, packed: Path) -> None:
+    np.save(packed / f"train.{name}.npy", column)
+    with pytest.raises(ValueError, match=r"its index is damaged \(.*\); pack it again"):
+        open_spec(str(packed))
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\3\4", b"\x93NUMPY\1\0\x0f\0{'descr': ((((("])
+def test_columns_that_are_no_array_are_refused(data: bytes, packed: Path) -> None:
+    (packed / "train.labels.npy").write_bytes(data)
+    with pytest.raises(ValueError, match="its index is damaged"):
+        open_spec(str(packed))
+
+
+def resized(data: bytes, at: int, size: int) -> bytes:
+    """A tar whose header at this place says another size; its checksum is right."""
+    info = tarfile.TarInfo.frombuf(data[at : at + 512], "utf-8", "surrogateescape")
+    info.size = size
+    return data[:at] + info.tobuf(tarfile.GNU_FORMAT) + data[at + 512 :]
+
+
+@pytest.mark.parametrize("size", [-1, -512, 1 << 40])
+def test_a_size_that_cannot_be_is_not_read(size: int, packed: Path) -> None:
+    source = open_spec(str(packed))["train"]
+    file = packed / "train-000000.tar"
+    file.write_bytes(resized(file.read_bytes(), 0, size))
+    with pytest.raises(Unreadable, match=f"{size:,} bytes long in .*train-000000.tar, not 0 to"):
+        source.load(0)
+    with pytest.raises(Unreadable, match="bytes long in file"):
+        open_spec(f"file://{packed}")["train"].load(0)
+
+
+@pytest.mark.parametrize("size", [-512, -1024, -1536, -(1 << 62)])
+def test_a_tar_that_leads_back_is_refused(size: int, tmp_path: Path) -> None:
+    path = tar(tmp_path / "x.tar", {"a.cls": b"1", "a.png": png(0)}, tarfile.GNU_FORMAT)
+    path.write_bytes(resized(path.read_bytes(), 1024, size))
+    with pytest.raises(ValueError, match=r"x.tar is not a readable tar \(.+\)"):
+        open_spec(str(path))
+
+
+def test_damage_inside_a_tar_is_not_its_end(tmp_path: Path) -> None:
+    """tarfile stops at it without a word, and the set would be smaller."""
+    path = tar(tmp_path / "x.tar", {f"{i}.{k}": d for i in range(3)
+                                    for k, d in (("png", png(i)), ("cls", b"1"))})  # fmt: skip
+    data = bytearray(path.read_bytes())
+    at = [i for i in range(0, len(data), 512) if data[i + 257 : i + 262] == b"ustar"][2]
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"not a readable tar \(damaged at byte {at:,}\)"):
+        open_spec(str(path))
+    path.write_bytes(data[:at])  # writers that leave the end mark out
+    assert len(open_spec(str(path))["all"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (["2", "0"], ("0", "1", "2")), (["99999999999", "7"], ("7", "99999999999")),
+        (["007", "1"], ("007", "1")), (["9" * 5000], ("9" * 5000,)),
+    ],
+)  # fmt: skip
+def test_numbers_count_classes_or_name_them(
+    labels: list[str], classes: tuple[str, ...], tmp_path: Path
+) -> None:
+    members = {f"{i}.{kind}": data for i, label in enumerate(labels)
+               for kind, data in (("png", png(i)), ("cls", label.encode()))}  # fmt: skip
+    source = open_spec(str(tar(tmp_path / "x.tar", members)))["all"]
+    assert source.classes == classes
+    assert [source.classes[i] for i in source.labels] == labels
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "5 parsecs", "2048GiB", ""])

@@ -1,18 +1,25 @@
 """Shards read from afar: which rows, in which order, by whom, and how often each byte."""
 
 import copy
+import http.server
 import json
+import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
 import pytest
 import toys
+from fsspec.implementations.local import LocalFileSystem
 
 import vitlab
-from vitlab.data import loader, sources, streams
+from vitlab import cli
+from vitlab.data import doctor, loader, sources, streams
 from vitlab.data.augment import Augment
+from vitlab.data.decode import Unreadable
 from vitlab.data.packing import pack
 from vitlab.data.preprocess import Preprocess
 
@@ -161,3 +168,228 @@ def test_no_name_of_an_index_leaves_its_folder(packed: str, name: str) -> None:
         for spec in (packed, packed.removeprefix("file://")):
             with pytest.raises(ValueError, match="is no name of a file in it"):
                 sources.open_spec(spec)
+
+
+# Bad days ----------------------------------------------------------------------------------------
+
+
+class Flaky(LocalFileSystem):
+    """A store whose next answers are errors, or other bytes than those asked for."""
+
+    answers: ClassVar[list[Any]] = []
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **more: Any) -> bytes:
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        data: bytes = super().cat_file(path.removeprefix("flaky://"), start, end, **more)
+        return answer(data) if answer else data
+
+
+class ClientError(Exception):
+    """As aiohttp's and botocore's, which are no OSError."""
+
+
+@pytest.fixture
+def flaky(packed: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr(streams, "RUN", 8)
+    monkeypatch.setattr(streams, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(Flaky, "answers", [])
+    return packed.replace("file://", "flaky://")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ClientError("500,\nmessage='Internal Server Error'"), "500, message='Internal"),
+        (TimeoutError(), "(TimeoutError)"),
+        (OSError(5, "Input/output error"), "Input/output error"),
+        (KeyError("no such bucket"), "no such bucket"),
+    ],
+)
+def test_whatever_a_store_raises_is_one_line(error: Exception, said: str, flaky: str) -> None:
+    Flaky.answers[:] = [error] * 3
+    with pytest.raises(streams.Away) as caught:
+        sources.open_spec(flaky)
+    line = str(caught.value)
+    assert line.startswith(f"{flaky}/index.json: cannot be read (")
+    assert said in line
+    assert line.endswith("asked 3 times; check address, network and access")
+    assert "\n" not in line
+    assert not Flaky.answers
+
+
+def test_what_does_not_come_is_asked_for_again(
+    flaky: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    far = sources.open_spec(flaky)["train"]
+    near = sources.open_spec(flaky.removeprefix("flaky://"))["train"]
+    Flaky.answers[:] = [ClientError("reset"), lambda data: data[:-1]]
+    assert np.array_equal(far.load(0), near.load(0))
+    assert not Flaky.answers
+    assert [r.getMessage().partition("; asked again")[1] for r in caplog.records] == [
+        "; asked again"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda data: data[:1000], "1,000 bytes came, not "),
+        (lambda data: data * 2, "can its server send parts of files"),
+    ],
+)
+def test_other_bytes_than_asked_for_are_no_picture(answer: Any, said: str, flaky: str) -> None:
+    source = sources.open_spec(flaky)["train"]
+    Flaky.answers[:] = [answer] * 3
+    with pytest.raises(streams.Away, match=said):
+        source.load(0)
+    last = len(source) - 1  # of a run that ends with its shard
+    Flaky.answers[:] = [answer] * 3
+    with pytest.raises(streams.Away, match=said):
+        source.load(last)
+    assert source.id(0).endswith(".png")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_picture_is_skipped_because_a_store_is_gone(
+    workers: int, flaky: str, tmp_path: Path
+) -> None:
+    source = sources.open_spec(flaky)["train"]
+    size = Preprocess(size=(16, 16))
+    how = {"batch": 8, "seed": 0, "start": 0, "stop": 2}
+    for use in (
+        lambda: list(loader.train_batches(source, Augment(), size, workers=workers, **how)),
+        lambda: list(loader.eval_batches(source, size, batch=8, workers=workers)),
+        lambda: doctor.check({"train": source}),
+        lambda: pack({"train": source}, tmp_path / "to", shard_size=10**6),
+    ):
+        Flaky.answers[:] = [ClientError("no route to host")] * 3
+        streams._kept.clear()
+        with pytest.raises(streams.Away, match="no route to host"):
+            use()
+
+
+@pytest.mark.usefixtures("shared_process")
+def test_a_command_ends_in_a_line(flaky: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Flaky.answers[:] = [ClientError("403, Forbidden")] * 3
+    assert cli.main(["data", "check", flaky]) == 1
+    *told, last = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert last.startswith(f"vitlab: {flaky}/index.json: cannot be read (403, Forbidden), asked 3")
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    fsspec.register_implementation("faraway", "no_such_package.System", errtxt="Install it")
+    with pytest.raises(ValueError, match=r"^faraway://: Install it: pip install no_such_package$"):
+        sources.open_spec("faraway://bucket/set")
+
+
+def test_a_damaged_copy_of_an_index_is_fetched_anew(packed: str, tmp_path: Path) -> None:
+    count = len(sources.open_spec(packed)["train"])
+    (copy_of,) = (tmp_path / "cache/streams").glob("*/train.labels.npy")
+    copy_of.write_bytes(copy_of.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="its index is damaged"):
+        sources.open_spec(packed)
+    assert len(sources.open_spec(packed)["train"]) == count
+    assert len([*(tmp_path / "cache/streams").iterdir()]) == 1
+
+
+def test_a_run_that_no_memory_holds_is_not_fetched(
+    packed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sources.open_spec(packed)["train"]
+    monkeypatch.setattr(streams, "MOST", 1000)
+    with pytest.raises(Unreadable, match=r"bytes of file.*tar; 1,000 can be kept"):
+        source.load(0)
+
+
+# A web server ------------------------------------------------------------------------------------
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Files of a folder and parts of them, as asked for; the next answers may be faults."""
+
+    protocol_version = "HTTP/1.1"
+    root = Path()
+    faults: ClassVar[list[str]] = []
+    over = threading.Event()
+
+    def do_GET(self) -> None:
+        fault = self.faults.pop(0) if self.faults else ""
+        file = self.root / self.path.lstrip("/")
+        if fault == "silent":
+            self.over.wait(10)
+        if fault.isdecimal() or not file.is_file():
+            self.send_error(int(fault or 404))
+            return
+        data, part = file.read_bytes(), self.headers.get("Range")
+        if part and fault != "whole":
+            first, last = map(int, part.removeprefix("bytes=").split("-"))
+            data = data[first : last + 1]
+        self.send_response(206 if part else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
+        self.close_connection = fault in ("cut", "silent")
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def served(packed: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    pytest.importorskip("aiohttp", reason="fsspec reads http:// by aiohttp")
+    monkeypatch.setattr(streams, "RUN", 8)
+    monkeypatch.setattr(streams, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(streams, "TIMEOUT", 0.5)
+    monkeypatch.setattr(Handler, "root", Path(packed.removeprefix("file://")))
+    monkeypatch.setattr(Handler, "faults", [])
+    monkeypatch.setattr(Handler, "over", threading.Event())
+    streams._system.cache_clear()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        Handler.over.set()
+        streams._system.cache_clear()
+        server.shutdown()
+        thread.join()
+
+
+def test_shards_of_a_web_server(served: str, packed: str) -> None:
+    far, near = sources.open_spec(served)["train"], sources.open_spec(packed)["train"]
+    for i in range(len(near)):
+        assert np.array_equal(far.load(i), near.load(i))
+    with pytest.raises(ValueError, match=r"/nowhere: no index.json there"):
+        sources.open_spec(f"{served}/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("500", "500, message="), ("403", "403, message="), ("cut", "cannot be read"),
+        ("silent", "imeout"), ("whole", "HTTP Range"),
+    ],
+)  # fmt: skip
+def test_faults_of_a_web_server(fault: str, said: str, served: str) -> None:
+    source = sources.open_spec(served)["train"]
+    Handler.faults[:] = [fault] * 2
+    assert source.load(0).shape == (16, 16, 3)  # asked for again
+    streams._kept.clear()
+    Handler.faults[:] = [fault] * 3
+    with pytest.raises(streams.Away, match=said) as caught:
+        source.load(0)
+    assert f"{served}/train-000000.tar: cannot be read (" in str(caught.value)
+    Handler.faults[:] = ["404"]
+    with pytest.raises(Unreadable, match="no such file"):
+        source.load(0)
+
+
+def test_a_server_that_is_not_there(served: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(streams.Away, match=rf"http://127.0.0.1:{port}/index.json: cannot be read"):
+        sources.open_spec(f"http://127.0.0.1:{port}")

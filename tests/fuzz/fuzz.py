@@ -12,16 +12,19 @@ import logging
 import mmap
 import os
 import random
+import re
 import resource
+import shutil
 import signal
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,9 @@ import yaml
 from PIL import Image
 
 import vitlab
+from vitlab.data import streams
 from vitlab.data.decode import Unreadable, decode
+from vitlab.data.packing import pack
 from vitlab.data.sources import open_spec
 from vitlab.training import config as configs
 from vitlab.training import folder as folders
@@ -170,13 +175,16 @@ def decoder(folder: Path) -> Feed:
     return feed
 
 
-def read_all(spec: Path) -> bool:
-    """Open a set and every picture in it, or be refused."""
+def read_all(spec: str | Path, within: Path | None = None) -> bool:
+    """Open a set and every picture in it, from one folder where that is given; or be refused."""
     try:
         parts = open_spec(str(spec))
     except (ValueError, FileNotFoundError) as e:
         return refused(e)
+    assert parts
     for part in parts.values():
+        files = getattr(part.load, "files", ()) if within else ()
+        assert {Path(name.removeprefix("file://")).parent for name in files} <= {within}
         for row in range(len(part)):
             assert part.id(row)
             try:
@@ -230,6 +238,69 @@ def archives(folder: Path) -> Feed:
             data = mutate(rng, data, seeds)
         path.write_bytes(data)
         return read_all(path)
+
+    return feed
+
+
+def tars() -> list[bytes]:
+    """Shards that anybody may have written, in both forms of long names."""
+    found = []
+    for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w", format=form) as tar:
+            for i, picture in enumerate(pictures()[:4]):
+                key = f"{'long' * 40 * (i % 2)}{i}"
+                for kind, data in (("png", picture), ("cls", b"%d" % i), ("json", b'{"a": 1}')):
+                    info = tarfile.TarInfo(f"{key}.{kind}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        found.append(file.getvalue())
+    return found
+
+
+def mutate_tar(rng: random.Random, tar: bytes, others: list[bytes]) -> bytes:
+    """Headers deserve more, and mostly checksums that are right."""
+    if rng.random() < 0.7:
+        at = rng.choice([m.start() - 257 for m in re.finditer(b"ustar", tar)])
+        header = mutate(rng, tar[at : at + 512], others)[:512].ljust(512, b"\0")
+        if rng.random() < 0.8:
+            total = sum(header[:148]) + 8 * ord(" ") + sum(header[156:])
+            header = header[:148] + b"%06o\0 " % total + header[156:]
+        return tar[:at] + header + tar[at + 512 :]
+    return mutate(rng, tar, others)
+
+
+def shards(folder: Path) -> Feed:
+    """A packed folder, read from here or as from afar, with a file changed; or somebody's tar."""
+    packed, cache, labels = folder / "packed", folder / "cache", np.arange(8) % 4
+    whole = replace(toys.source(8), groups=labels // 2, many=np.eye(4, dtype=bool)[labels])
+    pack({"train": whole, "val": whole}, packed, shard_size=9000)
+    files = {path: path.read_bytes() for path in sorted(packed.iterdir())}
+    others, loose = list(files.values()), tars()
+    streams.PAUSES = ()  # what does not come once does not come
+
+    def change(rng: random.Random, path: Path, data: bytes) -> bytes:
+        if path.suffix == ".json" and rng.random() < 0.8:
+            return json.dumps(graft(rng, json.loads(data))).encode()
+        if path.suffix == ".tar":  # the index knows its length
+            return mutate_tar(rng, data, others)[: len(data)].ljust(len(data), b"\0")
+        return mutate(rng, data, others)
+
+    def feed(rng: random.Random) -> bool:
+        os.environ["VITLAB_CACHE"] = str(cache)
+        shutil.rmtree(cache, ignore_errors=True)
+        streams._kept.clear()
+        if rng.random() < 0.4:
+            path = folder / "set.tar"
+            path.write_bytes(mutate_tar(rng, rng.choice(loose), others))
+            return read_all(path, folder)
+        suffix = rng.choice((".json", ".npy", ".tar"))
+        path = rng.choice([path for path in files if path.suffix == suffix])
+        path.write_bytes(change(rng, path, files[path]))
+        try:
+            return read_all(rng.choice((f"{packed}", f"file://{packed}")), packed)
+        finally:
+            path.write_bytes(files[path])
 
     return feed
 
@@ -310,8 +381,8 @@ def configurations(folder: Path) -> Feed:
 
 
 TARGETS: dict[str, Callable[[Path], Feed]] = {
-    "decoder": decoder, "tables": tables, "archives": archives, "bundles": bundles,
-    "configurations": configurations,
+    "decoder": decoder, "tables": tables, "archives": archives, "shards": shards,
+    "bundles": bundles, "configurations": configurations,
 }  # fmt: skip
 
 

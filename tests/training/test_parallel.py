@@ -31,7 +31,7 @@ def torchrun(out: Path, processes: int, restarts: int = 0, **changes: Any) -> tu
     ]  # fmt: skip
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts",
-        str(restarts), "--monitor-interval", "0.1", "--nproc-per-node", str(processes),
+        str(restarts), "--monitor-interval", "0.5", "--nproc-per-node", str(processes),
         ranks.__file__, str(out), *flags,
     ]  # fmt: skip
     environment = toys.environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", **variables)

@@ -4,13 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import toys
 import yaml
 
 import vitlab
 from vitlab.evaluation import scoring
-from vitlab.training import run, selection
+from vitlab.training import folder, run, selection
 
 RATES = (1e-6, 3e-3, 1e-3)
 
@@ -160,3 +161,62 @@ def test_selections_that_cannot_be(tmp_path: Path) -> None:
     vitlab.train(toys.pictures(), toys.config(tmp_path / "b", steps=1))
     with pytest.raises(ValueError, match=r"holds other files .*choose another folder"):
         vitlab.train(parts(), config(tmp_path / "b", steps=2))
+
+
+def test_overwriting_leaves_nothing_of_an_older_selection_and_all_else(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    vitlab.train(parts(), config(out, steps=2, seeds=2))
+    foreign = [out / "notes.txt", out / "lr-plans/a.txt", out / "lr-1e-06/mine.txt"]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    with pytest.raises(FileNotFoundError):  # nothing goes before the new one can be
+        vitlab.train("nowhere/at/all", config(out, overwrite=True))
+    assert (out / "seed-1/model.safetensors").exists()
+    vitlab.train(parts(), config(out, steps=2, lr=(3e-3, 1e-2), overwrite=True))
+    inner = sorted(path.name for path in out.iterdir() if path.is_dir())
+    assert inner == ["lr-0.003", "lr-0.01", "lr-1e-06", "lr-plans", "seed-0"]
+    assert all(path.read_text() == "mine" for path in foreign)
+    assert [path.name for path in (out / "lr-1e-06").iterdir()] == ["mine.txt"]
+    (out / "report.html").write_text("old")
+    vitlab.train(parts(), config(out, steps=2, lr=1e-3, select="last", seeds=2, overwrite=True))
+    inner = sorted(path.name for path in out.iterdir() if path.is_dir())
+    assert inner == ["lr-1e-06", "lr-plans", "seed-0", "seed-1"]
+    assert not (out / "report.html").exists(), "seeds have reports of their own"
+
+
+def test_torchrun_does_not_overwrite_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that it starts again goes on with what was begun."""
+    options = {"lr": 1e-3, "select": "last", "seeds": 2, "steps": 2, "overwrite": True}
+    vitlab.train(parts(), config(tmp_path, **options))
+    (tmp_path / "config.json").unlink()
+    times = {p: p.stat().st_mtime_ns for p in tmp_path.glob("seed-*/model.safetensors")}
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    vitlab.train(parts(), config(tmp_path, **options))
+    assert (tmp_path / "config.json").exists()
+    assert {p: p.stat().st_mtime_ns for p in times} == times
+
+
+def test_one_selection_at_a_time(tmp_path: Path) -> None:
+    with (
+        folder.alone(tmp_path / "run"),
+        pytest.raises(ValueError, match="run: another run is writing there"),
+    ):
+        vitlab.train(parts(), config(tmp_path / "run"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file: is a file; choose another folder"):
+        vitlab.train(parts(), config(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("select", ["held-out", "last"])
+def test_groups_of_train_in_another_part_are_told_once(
+    select: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = replace(toys.source(48), groups=np.arange(48) // 4)
+    test = replace(toys.source(20), split="test", groups=np.arange(20) // 4 + 10)
+    options = {"steps": 1, "lr": 1e-3, "select": select}
+    vitlab.train({"train": whole, "test": test}, config(tmp_path / "run", **options))
+    told = [r.getMessage() for r in caplog.records if "groups in train" in r.getMessage()]
+    assert len(told) == 1
+    assert "8 of 20 pictures in test are of groups in train (groups: 2, such as that" in told[0]
+    assert "of 0 and 40)" in told[0]

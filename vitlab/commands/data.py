@@ -188,28 +188,23 @@ def _suspicious(done: Checked, options: Check) -> Checked:
     from dataclasses import replace
 
     import numpy as np
-    import torch
 
     from vitlab.commands import use
-    from vitlab.data import doctor, loader
+    from vitlab.data import doctor, sources
+    from vitlab.evaluation import probes
 
     bundle = use.load(options)
-    model = bundle.model.eval()
-    model.head = model.hidden = None  # what is left gives features
-    weight = next(model.parameters())
+    unreadable = [p.row for f in done.findings if f.kind == "unreadable" for p in f.pictures]
     features, rows = [], []
-    with torch.inference_mode():
-        starts = done.starts.tolist()
-        for start, source in zip(starts, done.parts[: done.own], strict=False):
-            for part in loader.eval_batches(source, bundle.preprocess, batch=options.batch):
-                if not part.rows:
-                    continue
-                out = model(part.images.to(weight.device, weight.dtype))
-                features.append(out.float().cpu().numpy())
-                rows += [start + row for row in part.rows]
+    for start, source in zip(done.starts.tolist(), done.parts[: done.own], strict=False):
+        own = np.setdiff1d(np.arange(len(source)), np.array(unreadable) - start)
+        if len(own):
+            part = sources.select(replace(source, many=None), own, source.split)
+            features.append(probes.features(bundle, part, batch=options.batch).x)
+            rows.append(start + own)
     if not rows:
         return done
-    found = doctor.suspicious(done, np.concatenate(features), np.array(rows))
+    found = doctor.suspicious(done, np.concatenate(features), np.concatenate(rows))
     order = list(doctor.KINDS)
     findings = sorted([*done.findings, *found], key=lambda f: order.index(f.kind))
     return replace(done, findings=findings)

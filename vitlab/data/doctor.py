@@ -199,6 +199,30 @@ def _groups(done: Checked) -> Iterator[Finding]:
             yield Finding(kind="group", pictures=pictures, note=note)
 
 
+def shared_groups(parts: Mapping[str, Source]) -> list[str]:
+    """A line for each other part that has groups of the training part: what it costs, an example.
+
+    Nothing is read for it but the sources' numbers of groups.
+    """
+    train, lines = parts.get("train"), list[str]()
+    if train is None or train.groups is None:
+        return lines
+    for split, part in parts.items():
+        if part is train or part.groups is None:
+            continue
+        rows = np.flatnonzero(np.isin(part.groups, train.groups) & (part.groups >= 0))
+        if len(rows):
+            numbers = part.groups[rows]
+            one, twin = int(rows[0]), int(np.flatnonzero(train.groups == numbers[0])[0])
+            lines.append(
+                f"{part.spec}: {len(rows):,} of {len(part):,} pictures in {split} are of groups in"
+                f" train (groups: {len(np.unique(numbers)):,}, such as that of {part.id(one)} and"
+                f" {train.id(twin)}), which flatters its score; `vitlab data check --fix` keeps"
+                " each group in one split"
+            )
+    return lines
+
+
 def _balance(done: Checked) -> Iterator[Finding]:
     for source in done.parts[: done.own]:
         if source.split not in ("train", "all"):

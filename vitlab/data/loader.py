@@ -196,6 +196,8 @@ def _read(load: Load, row: int) -> np.ndarray | str:
         return load(row)
     except Unreadable as e:
         return str(e)
+    except streams.Away:
+        raise
     except OSError as e:
         return (e.strerror or str(e)).lower()
 

@@ -14,6 +14,7 @@ from PIL import ExifTags, Image
 
 from vitlab.data import decode, duplicates
 from vitlab.data.sources import Chosen, Source, Stored
+from vitlab.data.streams import Away
 
 CHUNK = 256  # pictures of a thread's piece of work
 PAIRS = 8  # compared at once: larger arrays cost more in memory than they save in calls
@@ -68,6 +69,8 @@ def _look(source: Source, rows: range) -> Looks:
         except decode.Unreadable as e:
             looks.why[at] = str(e)
             continue
+        except Away:
+            raise
         except OSError as e:
             looks.why[at] = (e.strerror or str(e)).lower()
             continue

@@ -27,6 +27,7 @@ from vitlab.data import decode
 from vitlab.data.looks import encoded
 from vitlab.data.shards import BLOCK, FORMAT, INDEX, VERSION, read_index
 from vitlab.data.sources import Source
+from vitlab.data.streams import Away
 from vitlab.data.writing import written
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20,
@@ -205,6 +206,8 @@ def _samples(
             return _encode(source, row, verify)
         except decode.Unreadable as e:
             return "", str(e).encode()
+        except Away:
+            raise
         except OSError as e:
             return "", (e.strerror or str(e)).lower().encode()
 

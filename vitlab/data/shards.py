@@ -17,17 +17,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from vitlab.data import decode
 from vitlab.data.named import cache_folder
-from vitlab.data.sources import MAX_MEMBER, SPLITS, Source, Stored, listing
+from vitlab.data.sources import MAX_MEMBER, SPLITS, Source, Stored, check_classes, listing
 
 FORMAT, VERSION = "vitlab-shards", 1
 INDEX = "index.json"  # of a packed folder: written last, so that a folder with it is whole
 BLOCK = 512  # bytes: a header, and what everything in a tar is a multiple of
+COLUMNS: dict[str, tuple[Any, int]] = {  # of an index: its numbers, its axes
+    "places": (np.uint32, 1),
+    "labels": (np.int32, 1),
+    "groups": (np.int32, 1),
+    "many": (np.bool_, 2),
+}
+DIGITS = 5  # of a label that counts classes; longer numbers are names, such as a shop's
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 
 
@@ -38,6 +45,7 @@ class Shards(Stored):
     files: tuple[str, ...]  # paths of the shards
     starts: np.ndarray  # [shards + 1] int64: first row of each
     places: str | np.ndarray  # [N] uint32: BLOCKs before each picture's header; or its .npy
+    sizes: np.ndarray | None = None  # [shards] int64: bytes of each, where an index says so
 
     def __call__(self, i: int) -> np.ndarray:
         return decode.decode(self.file(i))
@@ -51,7 +59,7 @@ class Shards(Stored):
         """Shard and name in it."""
         try:
             name, _ = self._read(i, with_data=False)
-        except decode.Unreadable:
+        except (decode.Unreadable, OSError):
             name = f"picture {i - self.starts[self._shard(i)]}"
         return f"{os.path.basename(self.files[self._shard(i)])}/{name}"
 
@@ -64,15 +72,24 @@ class Shards(Stored):
         try:
             with open(shard, "rb") as file:
                 file.seek(int(places[i]) * BLOCK)
-                info = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
-                if info.size > MAX_MEMBER:
-                    raise decode.Unreadable(f"larger than {MAX_MEMBER >> 20} MiB")
-                data = file.read(info.size) if with_data else b""
-        except (OSError, tarfile.TarError) as e:
+                name, size = header(shard, file.read(BLOCK))
+                data = file.read(size) if with_data else b""
+        except OSError as e:
             raise decode.Unreadable(f"cannot be read from {shard} ({e})") from e
-        if with_data and len(data) < info.size:
+        if with_data and len(data) < size:
             raise decode.Unreadable(f"truncated in {shard}")
-        return info.name, data
+        return name, data
+
+
+def header(shard: str, block: bytes) -> tuple[str, int]:
+    """(name, bytes) of a member of a shard, from its header. Raises Unreadable."""
+    try:
+        info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.TarError as e:
+        raise decode.Unreadable(f"cannot be read from {shard} ({e})") from e
+    if not 0 <= info.size <= MAX_MEMBER:  # a header can say -1: all the rest
+        raise decode.Unreadable(f"{info.size:,} bytes long in {shard}, not 0 to {MAX_MEMBER:,}")
+    return info.name, info.size
 
 
 class Names:
@@ -101,7 +118,7 @@ class Names:
 @lru_cache(maxsize=64)
 def mapped(path: str) -> np.ndarray:
     """An array in a .npy, mapped: read-only, and read where it is used."""
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+    return np.lib.format.open_memmap(path, mode="r")
 
 
 def meant(spec: str) -> bool:
@@ -154,20 +171,39 @@ def expand(spec: str) -> list[str]:
 
 def read_index(folder: Path) -> dict[str, Any]:
     """index.json of a packed folder. Raises ValueError for another file of that name."""
+    return parse_index((folder / INDEX).read_bytes(), str(folder / INDEX))
+
+
+def parse_index(text: bytes, where: str) -> dict[str, Any]:
+    """An index, which anybody may have written. Raises ValueError for what cannot be one."""
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = json.loads(text)
         good = index["format"] == FORMAT
         newer = good and index["version"] > VERSION
-        for split, part in index["splits"].items() if good and not newer else ():
-            for name in (split, *part["columns"], *(shard["file"] for shard in part["shards"])):
-                if os.path.basename(name) != name or not name.strip("."):
-                    raise ValueError(f"{name!r} is no name of a file in it")
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{folder / INDEX}: not an index of shards ({e})") from e
+        if good and not newer:
+            _refuse_impossible(index)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise ValueError(f"{where}: not an index of shards ({e})") from e
     if not good or newer:
         why = "of a newer vitlab" if newer else "not an index of shards"
-        raise ValueError(f"{folder / INDEX}: {why}")
+        raise ValueError(f"{where}: {why}")
     return dict(index)
+
+
+def _refuse_impossible(index: dict[str, Any]) -> None:
+    check_classes("classes", index["classes"])
+    if not index["splits"]:
+        raise ValueError("no pictures")
+    for split, part in index["splits"].items():
+        for name in (split, *part["columns"], *(shard["file"] for shard in part["shards"])):
+            os.fsencode(name)  # a ValueError where no file can be called so
+            if os.path.basename(name) != name or not name.strip("."):
+                raise ValueError(f"{name!r} is no name of a file in it")
+        if not {"places", "labels"} <= set(part["columns"]) <= COLUMNS.keys():
+            raise ValueError(f"{split} has the columns {', '.join(part['columns'])}")
+        counts = [shard[key] for shard in part["shards"] for key in ("pictures", "bytes")]
+        if not counts or not all(type(n) is int and 0 < n <= BLOCK << 32 for n in counts):
+            raise ValueError(f"{split} has shards of impossible sizes")
 
 
 def _packed(spec: str, folder: Path) -> dict[str, Source]:
@@ -175,9 +211,9 @@ def _packed(spec: str, folder: Path) -> dict[str, Source]:
     for part in index["splits"].values():
         for shard in part["shards"]:
             file = folder / shard["file"]
-            if not file.is_file():
+            if not os.path.isfile(file):
                 raise FileNotFoundError(f"{spec}: no file {file}, which its index names")
-            if file.stat().st_size != shard["bytes"]:
+            if os.path.getsize(file) != shard["bytes"]:
                 raise ValueError(f"{spec}: {file} is not as long as its index says; copy it again")
     return indexed(spec, folder, index, str(folder), Shards)
 
@@ -188,23 +224,29 @@ def indexed(
     """Sources by split from an index and its arrays in a folder, for shards below a root."""
     mapped.cache_clear()  # the folder may hold other files than when it was last opened
     sources = {}
+    classes = tuple(index["classes"])
     for split, part in index["splits"].items():
         files = tuple(f"{root}/{shard['file']}" for shard in part["shards"])
         paths = {name: str(folder / f"{split}.{name}.npy") for name in part["columns"]}
         starts = np.cumsum([0, *(shard["pictures"] for shard in part["shards"])])
-        load = reader(files, starts, paths["places"])
+        sizes = np.array([shard["bytes"] for shard in part["shards"]])
+        load = reader(files, starts, paths["places"], sizes)
         try:
             columns: dict[str, Any] = {name: mapped(path) for name, path in paths.items()}
-            if any(len(column) != starts[-1] for column in columns.values()):
-                raise ValueError("another number of pictures than its shards")
+            for name, column in columns.items():
+                shape = (starts[-1], len(classes))[: COLUMNS[name][1]]
+                if column.dtype != COLUMNS[name][0] or column.shape != shape:
+                    raise ValueError(f"{name} are not those of its shards")
+            if not 0 <= columns["labels"].min() <= columns["labels"].max() < len(classes):
+                raise ValueError("labels that are none of its classes")
             del columns["places"]  # for its reader alone
             ids = cast(np.ndarray, Names(load, bytes.fromhex(part["sha256"])))
             sources[split] = Source(
-                spec=spec, split=split, classes=tuple(index["classes"]), load=load, ids=ids,
-                **columns,
-            )  # fmt: skip
-        except (OSError, ValueError) as e:
-            raise ValueError(f"{spec}: its index is damaged ({e}); pack it again") from e
+                spec=spec, split=split, classes=classes, load=load, ids=ids, **columns
+            )
+        except Exception as e:  # damaged arrays raise everything from EOFError to TokenError
+            why = str(e) or type(e).__name__
+            raise ValueError(f"{spec}: its index is damaged ({why}); pack it again") from e
     return sources
 
 
@@ -224,6 +266,7 @@ def _scanned(spec: str, files: Sequence[str]) -> dict[str, Source]:
     deciding = scans.get("train")
     named = [deciding] if deciding else list(scans.values())
     classes = _classes({label for scan in named for label in scan["names"]})
+    check_classes(spec, classes)
     index = {name: i for i, name in enumerate(classes)}
     sources = {}
     for split, scan in scans.items():
@@ -240,8 +283,8 @@ def _scanned(spec: str, files: Sequence[str]) -> dict[str, Source]:
 
 
 def _classes(labels: set[str]) -> tuple[str, ...]:
-    """Numbers stand for all up to the highest, words for themselves."""
-    if all(label.isdecimal() for label in labels):
+    """Numbers stand for all up to the highest, words and long numbers for themselves."""
+    if all(len(x) <= DIGITS and x.isdecimal() and x == str(int(x)) for x in labels):
         return tuple(map(str, range(max(map(int, labels)) + 1)))
     return tuple(sorted(labels))
 
@@ -282,8 +325,9 @@ def _scan(spec: str, files: Sequence[str]) -> dict[str, Any]:
                     continue
                 places.append(picture)
                 labels.append(names.setdefault(label, len(names)))
-        except (OSError, tarfile.TarError, ValueError) as e:
-            raise ValueError(f"{spec}: {file} is not a readable tar ({e})") from e
+        except Exception as e:  # hostile ones raise everything from OverflowError to IndexError
+            why = str(e) or type(e).__name__
+            raise ValueError(f"{spec}: {file} is not a readable tar ({why})") from e
         starts.append(len(places))
     if not places:
         found = f"; found {listing(ignored, 2)}" if ignored else ""
@@ -313,10 +357,18 @@ def _samples(file: str) -> Iterator[tuple[str, int | None, str | None]]:
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Plain files; raises ValueError where one would end before it begins, or for other bytes."""
+    file, end = cast(BinaryIO, tar.fileobj), 0
     for member in tar:
         tar.members.clear()  # type: ignore[attr-defined]  # it would keep each
-        if member.isreg():
+        if tar.offset <= end:  # sizes below 0 lead back, for ever
+            raise ValueError(f"damaged at byte {end:,}")
+        end = tar.offset
+        if member.isreg() and not member.issparse():
             yield member
+    file.seek(end)  # where tarfile stops without a word
+    if file.read(BLOCK).strip(b"\0"):
+        raise ValueError(f"damaged at byte {end:,}")
 
 
 def _key(name: str) -> tuple[str, str]:

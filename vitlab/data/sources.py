@@ -242,10 +242,7 @@ def assemble(
     deciding = parts.get("train") or [row for part in parts.values() for row in part]
     order = classes or tuple(sorted({row[1] for row in deciding}))
     index = {name: i for i, name in enumerate(order)}
-    if len(index) < len(order):
-        raise ValueError(f"{spec}: class names must differ: {listing(order)}")
-    if any("\ud800" <= c <= "\udfff" for name in order for c in name):
-        raise ValueError(f"{spec}: class names must be UTF-8 text: {listing(order)}")
+    check_classes(spec, order)
     sources = {}
     numbers = number_groups([row[3] for part in parts.values() for row in part])
     for split, part in parts.items():
@@ -263,6 +260,14 @@ def assemble(
             groups=groups if (groups >= 0).any() else None,
         )  # fmt: skip
     return sources
+
+
+def check_classes(spec: str, classes: Sequence[str]) -> None:
+    """Raise ValueError where two are the same, or one is no text."""
+    if len(set(classes)) < len(classes):
+        raise ValueError(f"{spec}: class names must differ: {listing(classes)}")
+    if any("\ud800" <= c <= "\udfff" for name in classes for c in name):
+        raise ValueError(f"{spec}: class names must be UTF-8 text: {listing(classes)}")
 
 
 def number_groups(names: Sequence[str]) -> np.ndarray:

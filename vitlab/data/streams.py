@@ -9,26 +9,35 @@ the same on any number of processes.
 """
 
 import hashlib
+import logging
 import os
-import tarfile
+import shutil
+import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import numpy as np
 
 from vitlab.data import decode
-from vitlab.data.named import cache_folder
-from vitlab.data.shards import BLOCK, INDEX, Shards, indexed, mapped, read_index
-from vitlab.data.sources import MAX_MEMBER, Source
-from vitlab.data.writing import written
+from vitlab.data.named import TIMEOUT, cache_folder
+from vitlab.data.shards import BLOCK, INDEX, Shards, header, indexed, mapped, parse_index
+from vitlab.data.sources import Source
 
+log = logging.getLogger("vitlab")
 RUN = 64  # neighbours that are fetched, and shuffled, together
 PARTS = 8  # parts of a batch, each from a lane of its own
 GROUPS = 4  # of lanes, which take turns
+MOST = 1 << 30  # bytes of a run; some are kept in memory
+PAUSES = (1.0, 2.0, 4.0)  # seconds, until what did not come is asked for again
+
+
+class Away(OSError):  # noqa: N818  a place, not a mistake
+    """Shards cannot be reached, which is no fault of a picture: none is skipped for it."""
 
 
 @dataclass(frozen=True)
@@ -36,36 +45,68 @@ class Stream(Shards):
     """Reads pictures of remote shards, RUN neighbours at a time."""
 
     def _read(self, i: int, with_data: bool = True) -> tuple[str, bytes]:
-        shard = self._shard(i)
+        shard, places = self._shard(i), mapped(cast(str, self.places))
+        file, sizes = self.files[shard], cast(np.ndarray, self.sizes)
         start, end = int(self.starts[shard]), int(self.starts[shard + 1])
         first = start + (i - start) // RUN * RUN
-        places = mapped(cast(str, self.places))
         began = int(places[first]) * BLOCK
-        stop = None if first + RUN >= end else int(places[first + RUN]) * BLOCK
+        stop = int(sizes[shard]) if first + RUN >= end else int(places[first + RUN]) * BLOCK
+        at = int(places[i]) * BLOCK - began
+        if not 0 <= at < stop - began <= MOST:
+            raise decode.Unreadable(f"among {stop - began:,} bytes of {file}; {MOST:,} can be kept")
         try:
-            run = _fetch(self.files[shard], began, stop)
-            at = int(places[i]) * BLOCK - began
-            info = tarfile.TarInfo.frombuf(run[at : at + BLOCK], "utf-8", "surrogateescape")
-        except (OSError, tarfile.TarError) as e:
-            raise decode.Unreadable(f"cannot be read from {self.files[shard]} ({e})") from e
-        if info.size > MAX_MEMBER:
-            raise decode.Unreadable(f"larger than {MAX_MEMBER >> 20} MiB")
-        return info.name, run[at + BLOCK : at + BLOCK + info.size]
+            run = _fetch(file, began, stop)
+        except FileNotFoundError as e:
+            raise decode.Unreadable(f"cannot be read from {file} (no such file)") from e
+        name, size = header(file, run[at : at + BLOCK])
+        data = run[at + BLOCK : at + BLOCK + size]
+        if len(data) < size:
+            raise decode.Unreadable(f"truncated in {file}")
+        return name, data
 
 
 _kept: "OrderedDict[tuple[str, int], bytes]" = OrderedDict()  # runs of this process, newest last
 
 
-def _fetch(url: str, began: int, stop: int | None) -> bytes:
+def _fetch(url: str, began: int, stop: int) -> bytes:
     """Bytes of a file; the last ones asked for are kept, two runs a lane."""
     run = _kept.pop((url, began), None)  # in one step: threads share them
-    if run is None:
-        system = _system(url.partition("://")[0], os.getpid())
-        run = bytes(system.cat_file(url, start=began, end=stop))
-    _kept[url, began] = run
+    _kept[url, began] = run = _get(url, began, stop) if run is None else run
     while len(_kept) > 2 * PARTS * GROUPS:
         _kept.popitem(last=False)
     return run
+
+
+def _get(url: str, began: int | None = None, stop: int | None = None) -> bytes:
+    """A remote file, or bytes of it; asked for again where they do not come, or not all of them.
+
+    Raises FileNotFoundError where there is no such file, Away where it cannot be read.
+    """
+    system, why = _system(url.partition("://")[0], os.getpid()), ""
+    for pause in (0.0, *PAUSES):
+        if why:
+            log.warning("%s: %s; asked again in %g s", url, why, pause)
+            time.sleep(pause)
+        try:
+            data = bytes(system.cat_file(url, start=began, end=stop))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{url}: no such file") from None
+        except Exception as e:  # each file system has errors of its own
+            why = _said(e)
+            continue
+        if began is None or stop is None or len(data) == stop - began:
+            return data
+        why = f"{len(data):,} bytes came, not {stop - began:,}"
+        if len(data) > stop - began:
+            why += "; can its server send parts of files (HTTP Range)?"
+    raise Away(
+        f"{url}: cannot be read ({why}), asked {1 + len(PAUSES)} times;"
+        " check address, network and access"
+    )
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @lru_cache(maxsize=8)
@@ -76,10 +117,18 @@ def _system(protocol: str, process: int) -> Any:
     """
     import fsspec
 
+    options: dict[str, Any] = {}
     try:
-        return fsspec.filesystem(protocol, skip_instance_cache=True)
-    except (ImportError, ValueError) as e:
-        raise ValueError(f"{protocol}://: {e}") from None
+        if protocol in ("http", "https"):  # which wait for five minutes otherwise
+            from fsspec.implementations import http
+
+            patience = http.aiohttp.ClientTimeout(sock_connect=TIMEOUT, sock_read=TIMEOUT)
+            options["get_client"] = partial(http.get_client, timeout=patience)
+        return fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+    except Exception as e:
+        package = isinstance(e, ImportError) and getattr(e.__cause__ or e, "name", None)
+        how = f": pip install {package}" if package else ""
+        raise ValueError(f"{protocol}://: {_said(e)}{how}") from e
 
 
 def open_stream(spec: str) -> dict[str, Source]:
@@ -88,25 +137,31 @@ def open_stream(spec: str) -> dict[str, Source]:
     Its index is copied to the cache folder; pictures stay where they are. Raises ValueError where
     there is no index, OSError where the place cannot be reached.
     """
-    root, system = spec.rstrip("/"), _system(spec.partition("://")[0], os.getpid())
-
-    def copy(name: str, to: Path) -> None:
-        if not to.exists():
-            to.parent.mkdir(parents=True, exist_ok=True)
-            with written(to) as aside:
-                aside.write_bytes(system.cat_file(f"{root}/{name}"))
-
+    root = spec.rstrip("/")
     try:
-        digest = hashlib.sha256(spec.encode() + system.cat_file(f"{root}/{INDEX}")).hexdigest()
+        text = _get(f"{root}/{INDEX}")
     except FileNotFoundError:
         raise ValueError(f"{spec}: no {INDEX} there; `vitlab data pack` writes one") from None
+    index = parse_index(text, f"{root}/{INDEX}")
+    digest = hashlib.sha256(os.fsencode(spec) + text).hexdigest()
     folder = cache_folder() / "streams" / digest[:32]
-    copy(INDEX, folder / INDEX)
-    index = read_index(folder)
-    for split, part in index["splits"].items():
-        for name in part["columns"]:
-            copy(f"{split}.{name}.npy", folder / f"{split}.{name}.npy")
-    return indexed(spec, folder, index, root, Stream)
+    if not folder.exists():
+        aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
+        aside.mkdir(parents=True)
+        try:
+            for split, part in index["splits"].items():
+                for name in part["columns"]:
+                    file = f"{split}.{name}.npy"
+                    (aside / file).write_bytes(_get(f"{root}/{file}"))
+            with suppress(OSError):  # another process was first
+                aside.rename(folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    try:
+        return indexed(spec, folder, index, root, Stream)
+    except ValueError:
+        shutil.rmtree(folder, ignore_errors=True)  # it may be whole the next time
+        raise
 
 
 # Order -------------------------------------------------------------------------------------------

@@ -62,10 +62,10 @@ def processes() -> Iterator[Ranks]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     try:
         yield current()
-    finally:
         # A thread of gloo's frees the tensors of the last message, for which it needs the
         # interpreter; where this one has begun to exit by then, torch aborts the process.
         time.sleep(0.1)
+    finally:
         dist.destroy_process_group()
 
 

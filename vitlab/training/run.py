@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vitlab.data import loader, sources
+from vitlab.data import doctor, loader, sources
 from vitlab.data.decode import Unreadable
 from vitlab.data.preprocess import Preprocess
 from vitlab.data.sources import Source
@@ -39,7 +39,7 @@ def train(source: Data, config: TrainConfig, finish: Finish = lambda *_: None) -
     if config.out is None:
         raise ValueError("give --out RUN, the folder of the run")
     out = Path(config.out)
-    with parallel.processes() as ranks, parallel.lost(ranks), _held(out, ranks):
+    with parallel.processes() as ranks, parallel.lost(ranks), held(out, ranks):
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
             config = replace(config, overwrite=False)  # torchrun starts a lost process again
         record = parallel.first_says(ranks, lambda: folder.recorded(out, config))
@@ -53,10 +53,10 @@ def train(source: Data, config: TrainConfig, finish: Finish = lambda *_: None) -
 
 
 @contextmanager
-def _held(out: Path, ranks: parallel.Ranks) -> Iterator[None]:
+def held(out: Path, ranks: parallel.Ranks) -> Iterator[None]:
     """The folder, held by the first process for all."""
-    with ExitStack() as held:
-        parallel.first_says(ranks, lambda: held.enter_context(folder.alone(out)))
+    with ExitStack() as stack:
+        parallel.first_says(ranks, lambda: stack.enter_context(folder.alone(out)))
         yield
 
 
@@ -143,6 +143,8 @@ def _split(
         parts = sources.regroup(parts, config.group)
     for note in next(iter(parts.values())).notes:
         log.info(note)
+    for line in doctor.shared_groups(parts):
+        log.warning(line)
     whole = training_part(spec, parts)
     if len(whole.classes) < 2:
         raise ValueError(

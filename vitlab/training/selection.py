@@ -7,8 +7,10 @@ it; the test part is scored once, at the very end. Each run lives in a folder of
 
 import logging
 import math
+import os
+import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from vitlab.data import sources
+from vitlab.data import doctor, sources
 from vitlab.data.sources import Source
 from vitlab.data.writing import write_text
 from vitlab.evaluation.scoring import Scores, match, score
@@ -30,6 +32,8 @@ from vitlab.weights.bundle import Bundle
 
 log = logging.getLogger("vitlab")
 RECORD = "selection.yaml"  # what was asked, and the table
+WRITTEN = ("config.json", "model.safetensors", "README.md", "report.html")  # beside it, when done
+INNER = re.compile(r"lr-[\d.e+-]+|seed-\d+")  # folders of the runs inside
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # t, 95 %, 1 ... 9
 
 
@@ -42,19 +46,23 @@ def train(source: Data, config: TrainConfig, finish: Finish = lambda *_: None) -
     if config.out is None:
         raise ValueError("give --out RUN, the folder of the run")
     out = Path(config.out)
-    with parallel.processes() as ranks, parallel.lost(ranks):
-        if parallel.first_says(ranks, lambda: _begin(out, config)):
+    with parallel.processes() as ranks, parallel.lost(ranks), run.held(out, ranks):
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            config = replace(config, overwrite=False)  # torchrun starts a lost process again
+        if parallel.first_says(ranks, lambda: _finished(out, config)):
             log.info("%s: this selection is finished; --overwrite starts anew", out)
             return bundles.load(out)
+        if isinstance(source, str):
+            folder.refuse_inside(out, source)
+        spec, parts = run.open_data(source)  # before an older selection goes
+        parallel.first_says(ranks, lambda: _begin(out, config))
         table: dict[str, Any] = {"asked": configs.to_dict(config)}
         scores, test = None, None
         with _tidied(out, ranks):
-            if isinstance(source, str):
-                folder.refuse_inside(out, source)
             if config.select == "held-out":
-                bundle, scores, test = _protocol(source, config, out, finish, table)
+                bundle, scores, test = _protocol(spec, parts, config, out, finish, table)
             else:
-                each = _seeds(source, config, out, finish)
+                each = _seeds(parts, config, out, finish)
                 table["seeds"] = _spread([b.card.metrics.get("top1") for b in each], config)
                 bundle = each[0]
         metrics = scores.metrics.summary() if scores else dict(bundle.card.metrics)
@@ -69,12 +77,14 @@ def train(source: Data, config: TrainConfig, finish: Finish = lambda *_: None) -
 
 
 def _protocol(
-    source: Data, config: TrainConfig, out: Path, finish: Finish, table: dict[str, Any]
-) -> tuple[Bundle, Scores, Source]:
+    spec: str, parts: Mapping[str, Source], config: TrainConfig, out: Path, finish: Finish,
+    table: dict[str, Any],
+) -> tuple[Bundle, Scores, Source]:  # fmt: skip
     """Sweep, learn again, score test."""
-    spec, parts = run.open_data(source)
     if config.group is not None:
         parts = sources.regroup(parts, config.group)
+    for line in doctor.shared_groups(parts):
+        log.warning(line)
     whole = parts.get("train") or parts.get("all")
     test = parts.get("test") or parts.get("val")
     if whole is None or test is None:
@@ -172,33 +182,43 @@ def _tidied(out: Path, ranks: parallel.Ranks) -> Iterator[None]:
     except BaseException:
         if ranks.first and [path.name for path in out.iterdir()] == [RECORD]:
             (out / RECORD).unlink()
-            out.rmdir()
         raise
 
 
-def _begin(out: Path, config: TrainConfig) -> bool:
-    """Is it finished? Else its record is written; what does not belong to it is refused."""
-    path, asked = out / RECORD, configs.to_dict(config)
-    if path.exists() and not config.overwrite:
-        try:
-            then = configs.to_dict(
-                configs.from_dict(yaml.safe_load(path.read_text(encoding="utf-8"))["asked"])
-            )
-        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, ValueError) as e:
-            why = " ".join(str(e).split())
-            raise ValueError(f"{path}: damaged ({why}); --overwrite starts anew") from e
-        if what := folder.differences(then, asked):
+def _finished(out: Path, config: TrainConfig) -> bool:
+    """Is this selection? Raises ValueError for a folder of anything else, naming what differs."""
+    path = out / RECORD
+    if not path.exists():
+        if others := [p.name for p in out.iterdir() if not p.name.startswith(".")]:
             raise ValueError(
-                f"--out {out}: holds a selection with other options ({what}); give"
-                " the same, another folder, or --overwrite"
+                f"--out {out}: holds other files ({min(others)}); choose another folder"
             )
-        return (out / "config.json").exists()
-    others = out.is_dir() and [p.name for p in out.iterdir() if not p.name.startswith(".")]
-    if others and not path.exists():
-        raise ValueError(f"--out {out}: holds other files ({min(others)}); choose another folder")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: is a file; choose another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").unlink(missing_ok=True)
-    write_text(path, yaml.safe_dump({"asked": asked}, sort_keys=False))
-    return False
+        return False
+    if config.overwrite:
+        return False
+    try:
+        then = configs.to_dict(
+            configs.from_dict(yaml.safe_load(path.read_text(encoding="utf-8"))["asked"])
+        )
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, ValueError) as e:
+        why = " ".join(str(e).split())
+        raise ValueError(f"{path}: damaged ({why}); --overwrite starts anew") from e
+    if what := folder.differences(then, configs.to_dict(config)):
+        raise ValueError(
+            f"--out {out}: holds a selection with other options ({what}); give"
+            " the same, another folder, or --overwrite"
+        )
+    return (out / "config.json").exists()
+
+
+def _begin(out: Path, config: TrainConfig) -> None:
+    """Write the record; an older selection is removed, and nothing else that lies there."""
+    if (out / RECORD).exists() and not config.overwrite:
+        return  # it goes on
+    for name in WRITTEN:
+        (out / name).unlink(missing_ok=True)
+    for inner in [p for p in out.iterdir() if INNER.fullmatch(p.name) and p.is_dir()]:
+        with folder.alone(inner):  # which removes it where nothing is left
+            if (inner / "run.yaml").exists():
+                folder.clear(inner)
+    write_text(out / RECORD, yaml.safe_dump({"asked": configs.to_dict(config)}, sort_keys=False))
