@@ -40,8 +40,8 @@ parameters: small enough to come with the package, and to be fine-tuned in minut
     vitlab train photos/ --from {name} --recipe layer-decay --out runs/mine
 
 **Accuracy** {top1:.2%} of the {n:,} validation pictures of Tiny-ImageNet-200 (95 % interval
-{low:.2%} to {high:.2%}), top-5 {top5:.2%}, of these very weights: the moving average of the last stage,
-rounded to half precision. They were not selected by that score.
+{low:.2%} to {high:.2%}), top-5 {top5:.2%}, of these very weights: the moving average of the last
+stage, rounded to half precision. They were not selected by that score.
 
 **Data** The training part of Tiny-ImageNet-200: 100,000 pictures of 200 classes, 64 x 64, a part of
 ImageNet and under ImageNet's terms (research, no republishing of pictures). None of them is in
