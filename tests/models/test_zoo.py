@@ -69,12 +69,17 @@ def test_macs_are_those_that_torch_counts(name: str, changes: dict[str, Any]) ->
     assert cost.macs(config) == counter.get_total_flops() // 2
 
 
+def test_the_small_hybrid_costs_as_much() -> None:
+    plain, hybrid = (cost.macs(zoo.MODELS[name]) for name in ("vit-nano8", "r-vit-nano8"))
+    assert hybrid == pytest.approx(plain, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
         ("vit-nano8", (8, 8)), ("vit-h14", (16, 16)), ("vit-b8", (28, 28)), ("r-vit-ti16", (7, 7)),
-        ("r26-vit-s32", (7, 7)), ("r50-vit-b16", (14, 14)), ("r50-vit-l16", (14, 14)),
-        ("r50-vit-b32", (7, 7)), ("r50-vit-l32", (7, 7)),
+        ("r-vit-nano8", (8, 8)), ("r26-vit-s32", (7, 7)), ("r50-vit-b16", (14, 14)),
+        ("r50-vit-l16", (14, 14)), ("r50-vit-b32", (7, 7)), ("r50-vit-l32", (7, 7)),
     ],
 )  # fmt: skip
 def test_grids(name: str, grid: tuple[int, int]) -> None:

@@ -21,6 +21,10 @@ SIZES: dict[str, dict[str, Any]] = {  # variant -> D, L, MLP, k
     "l": {"width": 1024, "depth": 24, "mlp_width": 4096, "heads": 16},
     "h": {"width": 1280, "depth": 32, "mlp_width": 5120, "heads": 16},
 }
+NANO: dict[str, Any] = {
+    "image": (64, 64), "width": 224, "mlp_width": 896, "heads": 4, "classes": 200,
+    "pool": "mean", "class_token": False,
+}  # fmt: skip
 UNITS: dict[str, tuple[int, ...]] = {  # depth of a ResNet -> units of each stage
     "r26": (2, 2, 2, 2),
     "r50": (3, 4, 6, 3),
@@ -35,11 +39,9 @@ def _hybrid(layers: tuple[int, ...], size: str, patch: int = 1) -> ViTConfig:
 
 
 MODELS: dict[str, Config] = {
-    # The small model that ships: half of Ti's depth, and a little wider (docs/pretraining.md).
-    "vit-nano8": ViTConfig(
-        image=(64, 64), patch=(8, 8), width=224, depth=6, mlp_width=896, heads=4, classes=200,
-        pool="mean", class_token=False,
-    ),
+    # The small model that ships, half as deep as Ti and a little wider, and a hybrid of its cost.
+    "vit-nano8": ViTConfig(patch=(8, 8), depth=6, **NANO),
+    "r-vit-nano8": ViTConfig(patch=(2, 2), depth=5, stem=StemConfig(layers=(1,)), **NANO),
     **{
         f"vit-{size}{patch}": ViTConfig(patch=(patch, patch), **SIZES[size])
         for size, patch in [
