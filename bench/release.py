@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 import vitlab
 from vitlab.models.cost import macs, parameters
@@ -41,7 +41,8 @@ parameters: small enough to come with the package, and to be fine-tuned in minut
 
 **Accuracy** {top1:.2%} of the {n:,} validation pictures of Tiny-ImageNet-200 (95 % interval
 {low:.2%} to {high:.2%}), top-5 {top5:.2%}, of these very weights: the moving average of the last
-stage, rounded to half precision. They were not selected by that score.
+stage, rounded to half precision. They were not selected by that score; shape and mixing were
+chosen by that of short runs (`docs/pretraining.md`).
 
 **Data** The training part of Tiny-ImageNet-200: 100,000 pictures of 200 classes, 64 x 64, a part of
 ImageNet and under ImageNet's terms (research, no republishing of pictures). None of them is in
@@ -53,7 +54,7 @@ pictures).
 
 {stages}
 
-Recipe: `nano-pretrain`. Every line of the log is in `docs/pretraining/`.
+Recipes: `nano-pretrain` and those it names. Every line of the log is in `docs/pretraining/`.
 
 **Limits** It knows 200 things, from one web collection with its habits and gaps (many breeds and
 tools, few people, mostly North American and European sights), at a resolution where fine detail
@@ -100,14 +101,15 @@ def draw(lines: list[dict[str, Any]], file: Path) -> None:
     figure, (above, below) = pyplot.subplots(
         2, 1, sharex=True, figsize=(7, 4.5), height_ratios=(3, 1), layout="constrained"
     )
-    for stage in dict.fromkeys(line["stage"] for line in lines):
+    for i, stage in enumerate(dict.fromkeys(line["stage"] for line in lines)):
         of = [line for line in lines if line["stage"] == stage]
         for weights, style in (("last", ":"), ("ema", "-")):
             scored = [x for x in of if x["kind"] == "eval" and x["weights"] == weights]
-            above.plot([x["hours"] for x in scored], [100 * x["top1"] for x in scored], style,
-                       label=f"{stage}, {weights}")  # fmt: skip
+            if scored:
+                above.plot([x["hours"] for x in scored], [100 * x["top1"] for x in scored], style,
+                           color=f"C{i}", label=f"{stage}, {weights} weights")  # fmt: skip
         trained = [x for x in of if x["kind"] == "train"]
-        below.plot([x["hours"] for x in trained], [x["lr"] for x in trained])
+        below.plot([x["hours"] for x in trained], [x["lr"] for x in trained], color=f"C{i}")
     above.set_ylabel("top-1 of val, %")
     above.legend(fontsize="small")
     below.set(xlabel="hours on two CPU cores", ylabel="learning rate", ylim=0)
@@ -140,7 +142,7 @@ def main() -> None:
     folder = a.assets / a.name
     vitlab.save(replace(last, classes=words, card=card), folder)
     file = folder / "model.safetensors"
-    save_file({k: v.half() for k, v in load_file(file).items()}, file, {"format": "pt"})
+    file.write_bytes(save({k: v.half() for k, v in load_file(file).items()}, {"format": "pt"}))
     low, high = metrics["top1_interval"]
     told = "\n".join(
         f"- {s['size']} x {s['size']}: {s['epochs']:.0f} epochs, {s['hours']:.1f} hours, then"

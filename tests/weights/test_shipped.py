@@ -1,17 +1,25 @@
 """The models inside the package, and WordNet ids in the words of ImageNet."""
 
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import toys
 from safetensors.torch import load_file, save_file
 
 import vitlab
+from vitlab.data import sources
+from vitlab.models import zoo
 from vitlab.weights import bundle as bundles
 from vitlab.weights import labels, shipped
 
+DATA = Path(os.environ.get("VITLAB_TEST_DATA", Path(__file__).parents[2] / "../shared"))
+TINY = DATA / "data" / "tiny-imagenet-64.zip"
+stands = pytest.mark.skipif("vit-nano8" not in shipped.names(), reason="no weights yet")
 BUNDLES_OWN = dict.fromkeys(("model", *toys.SHAPE))  # what --from says of a model
 
 
@@ -53,6 +61,27 @@ def test_training_goes_on_from_it(inside: vitlab.Bundle) -> None:
     assert bundle.card.source["sha256"] == bundles.sha256(
         shipped.FOLDER / "vit-toy" / "model.safetensors"
     )
+
+
+@stands
+def test_the_model_inside_is_small() -> None:
+    folder = shipped.FOLDER / "vit-nano8"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 8e6
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.float16}
+    bundle = vitlab.load("vit-nano8")
+    assert replace(bundle.model.config, image=(64, 64)) == zoo.MODELS["vit-nano8"]
+    assert set(bundle.classes) < set(labels.imagenet(1000))
+
+
+@stands
+def test_the_model_inside_is_as_good_as_its_card() -> None:
+    if not TINY.exists():
+        pytest.skip(f"no {TINY} (VITLAB_TEST_DATA names its folder)")
+    bundle, whole = vitlab.load("vit-nano8"), sources.open_spec(str(TINY))["val"]
+    found = vitlab.evaluate(bundle, sources.select(whole, np.arange(0, len(whole), 5), "a fifth"))
+    told = bundle.card.metrics["top1"]
+    assert found.top1_interval[0] < told < found.top1_interval[1]
+    assert f"{told:.2%}" in (shipped.FOLDER / "vit-nano8" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("count", sorted(labels.SETS))
