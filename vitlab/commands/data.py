@@ -190,21 +190,18 @@ def _suspicious(done: Checked, options: Check) -> Checked:
     import numpy as np
 
     from vitlab.commands import use
-    from vitlab.data import doctor, sources
+    from vitlab.data import doctor
     from vitlab.evaluation import probes
 
     bundle = use.load(options)
-    unreadable = [p.row for f in done.findings if f.kind == "unreadable" for p in f.pictures]
     features, rows = [], []
     for start, source in zip(done.starts.tolist(), done.parts[: done.own], strict=False):
-        own = np.setdiff1d(np.arange(len(source)), np.array(unreadable) - start)
-        if len(own):
-            part = sources.select(replace(source, many=None), own, source.split)
-            features.append(probes.features(bundle, part, batch=options.batch).x)
-            rows.append(start + own)
+        for x, part in probes.represented(bundle, source, batch=options.batch):
+            features.append(x)
+            rows += [start + row for row in part.rows]
     if not rows:
         return done
-    found = doctor.suspicious(done, np.concatenate(features), np.concatenate(rows))
+    found = doctor.suspicious(done, np.concatenate(features), np.array(rows))
     order = list(doctor.KINDS)
     findings = sorted([*done.findings, *found], key=lambda f: order.index(f.kind))
     return replace(done, findings=findings)

@@ -7,7 +7,7 @@ All of them work on features [N, D] and labels [N], in float64.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,6 @@ class Features:
 # Features ----------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def features(
     bundle: Bundle, source: Source, *, layer: int | None = None, pool: str | None = None,
     batch: int = 64, workers: int = 0, cache: Path | None = None,
@@ -77,22 +76,32 @@ def features(
             return Features(kept["x"], kept["y"])
         except (SafetensorError, OSError, KeyError):
             path.unlink()  # damaged: made again
-    weight = next(model.parameters())
-    model.eval()
     xs, ys = [], []
-    for part in loader.eval_batches(source, bundle.preprocess, batch=batch, workers=workers):
-        if len(part.rows):
-            out = _represent(model, part.images.to(weight.device, weight.dtype), layer, pool)
-            xs.append(out.float().cpu())
-            ys.append(part.labels)
+    for x, part in represented(bundle, source, layer, pool, batch=batch, workers=workers):
+        xs.append(x)
+        ys.append(part.labels.numpy())
     if not xs:
         raise ValueError(f"{source.spec} {source.split}: no readable picture")
-    found = Features(torch.cat(xs).numpy(), torch.cat(ys).numpy())
+    found = Features(np.concatenate(xs), np.concatenate(ys))
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written(path) as aside:
             save_file({"x": found.x, "y": found.y}, aside)
     return found
+
+
+@torch.inference_mode()
+def represented(
+    bundle: Bundle, source: Source, layer: int | None = None, pool: str | None = None, *,
+    batch: int = 64, workers: int = 0,
+) -> Iterator[tuple[np.ndarray, loader.Batch]]:  # fmt: skip
+    """Features [B, D] float32 and whose they are, batch by batch; for the rest see `features`."""
+    model = bundle.model.eval()
+    weight = next(model.parameters())
+    for part in loader.eval_batches(source, bundle.preprocess, batch=batch, workers=workers):
+        if part.rows:
+            out = _represent(model, part.images.to(weight.device, weight.dtype), layer, pool)
+            yield out.float().cpu().numpy(), part
 
 
 def _represent(model: nn.Module, images: Tensor, layer: int | None, pool: str | None) -> Tensor:
