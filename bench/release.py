@@ -10,12 +10,11 @@ the card. The log has all lines of all stages. Needs `pip install 'vitlab[bench]
 import argparse
 import csv
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors.torch import load_file, save
 
 import vitlab
 from vitlab.models.cost import macs, parameters
@@ -54,12 +53,11 @@ pictures).
 
 {stages}
 
-Recipes: `nano-pretrain` and those it names. Every line of the log is in `docs/pretraining/`.
+Recipe: `nano-pretrain`. Every line of the log is in `docs/pretraining/`.
 
-**Limits** It knows 200 things, from one web collection with its habits and gaps (many breeds and
-tools, few people, mostly North American and European sights), at a resolution where fine detail
-is gone. Its probabilities are those of softmax with smoothed labels and mixed pictures, and not
-calibrated. Use it to start from, not to decide about people.
+**Limits** It knows 200 things, from one collection of the web with its habits and gaps, at a
+resolution where fine detail is gone. Its probabilities are those of softmax with smoothed labels
+and mixed pictures, and not calibrated. Use it to start from, not to decide about people.
 """
 
 
@@ -140,9 +138,7 @@ def main() -> None:
         source={"format": "vitlab", "sha256": None, "licence": "Apache-2.0"},
     )  # fmt: skip
     folder = a.assets / a.name
-    vitlab.save(replace(last, classes=words, card=card), folder)
-    file = folder / "model.safetensors"
-    file.write_bytes(save({k: v.half() for k, v in load_file(file).items()}, {"format": "pt"}))
+    vitlab.save(replace(last, classes=words, card=card, model=last.model.half()), folder)
     low, high = metrics["top1_interval"]
     told = "\n".join(
         f"- {s['size']} x {s['size']}: {s['epochs']:.0f} epochs, {s['hours']:.1f} hours, then"
@@ -159,7 +155,7 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(lines)
     draw(lines, a.log / f"{a.name}.svg")
-    print(json.dumps({**asdict(card)["metrics"], "bytes": file.stat().st_size}))
+    print(json.dumps(metrics))
 
 
 if __name__ == "__main__":

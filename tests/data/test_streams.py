@@ -19,7 +19,7 @@ import vitlab
 from vitlab import cli
 from vitlab.data import doctor, loader, sources, streams
 from vitlab.data.augment import Augment
-from vitlab.data.decode import Unreadable
+from vitlab.data.decode import Away, Unreadable
 from vitlab.data.packing import pack
 from vitlab.data.preprocess import Preprocess
 
@@ -210,7 +210,7 @@ def flaky(packed: str, monkeypatch: pytest.MonkeyPatch) -> str:
 )
 def test_whatever_a_store_raises_is_one_line(error: Exception, said: str, flaky: str) -> None:
     Flaky.answers[:] = [error] * 3
-    with pytest.raises(streams.Away) as caught:
+    with pytest.raises(Away) as caught:
         sources.open_spec(flaky)
     line = str(caught.value)
     assert line.startswith(f"{flaky}/index.json: cannot be read (")
@@ -243,11 +243,11 @@ def test_what_does_not_come_is_asked_for_again(
 def test_other_bytes_than_asked_for_are_no_picture(answer: Any, said: str, flaky: str) -> None:
     source = sources.open_spec(flaky)["train"]
     Flaky.answers[:] = [answer] * 3
-    with pytest.raises(streams.Away, match=said):
+    with pytest.raises(Away, match=said):
         source.load(0)
     last = len(source) - 1  # of a run that ends with its shard
     Flaky.answers[:] = [answer] * 3
-    with pytest.raises(streams.Away, match=said):
+    with pytest.raises(Away, match=said):
         source.load(last)
     assert source.id(0).endswith(".png")
 
@@ -267,7 +267,7 @@ def test_no_picture_is_skipped_because_a_store_is_gone(
     ):
         Flaky.answers[:] = [ClientError("no route to host")] * 3
         streams._kept.clear()
-        with pytest.raises(streams.Away, match="no route to host"):
+        with pytest.raises(Away, match="no route to host"):
             use()
 
 
@@ -379,7 +379,7 @@ def test_faults_of_a_web_server(fault: str, said: str, served: str) -> None:
     assert source.load(0).shape == (16, 16, 3)  # asked for again
     streams._kept.clear()
     Handler.faults[:] = [fault] * 3
-    with pytest.raises(streams.Away, match=said) as caught:
+    with pytest.raises(Away, match=said) as caught:
         source.load(0)
     assert f"{served}/train-000000.tar: cannot be read (" in str(caught.value)
     Handler.faults[:] = ["404"]
@@ -391,5 +391,5 @@ def test_a_server_that_is_not_there(served: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(streams.Away, match=rf"http://127.0.0.1:{port}/index.json: cannot be read"):
+    with pytest.raises(Away, match=rf"http://127.0.0.1:{port}/index.json: cannot be read"):
         sources.open_spec(f"http://127.0.0.1:{port}")

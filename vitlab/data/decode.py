@@ -54,6 +54,17 @@ class Unreadable(ValueError):  # noqa: N818  the word that callers and reports u
     """A picture that cannot be used; `str(error)` is one short line why, without the path."""
 
 
+class Away(OSError):  # noqa: N818  a place, not a mistake
+    """Where pictures lie cannot be reached, which is no fault of theirs: none is skipped for it."""
+
+
+def why_skipped(error: Unreadable | OSError) -> str:
+    """Why a picture is left out, without its path. Raises the error again if it is `Away`."""
+    if isinstance(error, Away):
+        raise error
+    return str(error) if isinstance(error, Unreadable) else (error.strerror or str(error)).lower()
+
+
 def decode(
     source: Source, *, max_pixels: int = MAX_PIXELS, region: Region | None = None,
     least: tuple[int, int] = (1, 1),

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitlab.data import streams
 from vitlab.data.augment import Augment, augment, draw, random_box, scramble
-from vitlab.data.decode import Unreadable
+from vitlab.data.decode import Unreadable, why_skipped
 from vitlab.data.preprocess import Preprocess, fit, normalise
 from vitlab.data.sources import Load, Source, load_region
 
@@ -194,12 +194,8 @@ def _read(load: Load, row: int) -> np.ndarray | str:
     """A picture, or why it cannot be read."""
     try:
         return load(row)
-    except Unreadable as e:
-        return str(e)
-    except streams.Away:
-        raise
-    except OSError as e:
-        return (e.strerror or str(e)).lower()
+    except (Unreadable, OSError) as e:
+        return why_skipped(e)
 
 
 @dataclass(frozen=True)

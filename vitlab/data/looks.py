@@ -14,7 +14,6 @@ from PIL import ExifTags, Image
 
 from vitlab.data import decode, duplicates
 from vitlab.data.sources import Chosen, Source, Stored
-from vitlab.data.streams import Away
 
 CHUNK = 256  # pictures of a thread's piece of work
 PAIRS = 8  # compared at once: larger arrays cost more in memory than they save in calls
@@ -66,13 +65,8 @@ def _look(source: Source, rows: range) -> Looks:
     for at, row in enumerate(rows):
         try:
             data, image = _read(source.load, row)
-        except decode.Unreadable as e:
-            looks.why[at] = str(e)
-            continue
-        except Away:
-            raise
-        except OSError as e:
-            looks.why[at] = (e.strerror or str(e)).lower()
+        except (decode.Unreadable, OSError) as e:
+            looks.why[at] = decode.why_skipped(e)
             continue
         if data is not None:
             looks.modes[at], looks.turned[at] = _header(data)

@@ -27,7 +27,6 @@ from vitlab.data import decode
 from vitlab.data.looks import encoded
 from vitlab.data.shards import BLOCK, FORMAT, INDEX, VERSION, read_index
 from vitlab.data.sources import Source
-from vitlab.data.streams import Away
 from vitlab.data.writing import written
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20,
@@ -204,12 +203,8 @@ def _samples(
     def read(row: int) -> tuple[str, bytes]:
         try:
             return _encode(source, row, verify)
-        except decode.Unreadable as e:
-            return "", str(e).encode()
-        except Away:
-            raise
-        except OSError as e:
-            return "", (e.strerror or str(e)).lower().encode()
+        except (decode.Unreadable, OSError) as e:
+            return "", decode.why_skipped(e).encode()
 
     for start in range(at, len(order), ahead):
         rows = order[start : start + ahead].tolist()

@@ -36,10 +36,6 @@ MOST = 1 << 30  # bytes of a run; some are kept in memory
 PAUSES = (1.0, 2.0, 4.0)  # seconds, until what did not come is asked for again
 
 
-class Away(OSError):  # noqa: N818  a place, not a mistake
-    """Shards cannot be reached, which is no fault of a picture: none is skipped for it."""
-
-
 @dataclass(frozen=True)
 class Stream(Shards):
     """Reads pictures of remote shards, RUN neighbours at a time."""
@@ -80,7 +76,7 @@ def _fetch(url: str, began: int, stop: int) -> bytes:
 def _get(url: str, began: int | None = None, stop: int | None = None) -> bytes:
     """A remote file, or bytes of it; asked for again where they do not come, or not all of them.
 
-    Raises FileNotFoundError where there is no such file, Away where it cannot be read.
+    Raises FileNotFoundError where there is no such file, decode.Away where it cannot be read.
     """
     system, why = _system(url.partition("://")[0], os.getpid()), ""
     for pause in (0.0, *PAUSES):
@@ -99,7 +95,7 @@ def _get(url: str, began: int | None = None, stop: int | None = None) -> bytes:
         why = f"{len(data):,} bytes came, not {stop - began:,}"
         if len(data) > stop - began:
             why += "; can its server send parts of files (HTTP Range)?"
-    raise Away(
+    raise decode.Away(
         f"{url}: cannot be read ({why}), asked {1 + len(PAUSES)} times;"
         " check address, network and access"
     )
