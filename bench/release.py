@@ -1,10 +1,10 @@
-"""From the stages of a pre-training to the bundle that ships, its card, its log and its picture.
+"""From a stage of a pre-training to the bundle that ships, its card, its log and its picture.
 
-    python bench/release.py tiny-imagenet-64.zip runs/nano-32 runs/nano-48 --name vit-nano8
+    python bench/release.py tiny-imagenet-64.zip runs/nano-48 --name vit-nano8
 
-The stages are runs in their order, each `--from` the one before. The last one's weights are rounded
-to half precision, and what is then left of them is scored on the `val` part: that is the figure of
-the card. The log has all lines of all stages. Needs `pip install 'vitlab[bench]'`.
+The weights are rounded to half precision, and what is then left of them is scored on the `val`
+part: that is the figure of the card. The log keeps the stages before this one, which is added, or
+takes its own place where it was there already. Needs `pip install 'vitlab[bench]'`.
 """
 
 import argparse
@@ -21,8 +21,9 @@ from vitlab.models.cost import macs, parameters
 from vitlab.weights import labels
 
 ROOT = Path(__file__).parents[1]
-COLUMNS = ("stage", "kind", "step", "epochs", "images", "hours", "pflop", "lr", "loss", "weights",
-           "top1", "top5")  # fmt: skip
+WORDS = ("stage", "kind", "weights")
+COLUMNS = ("stage", "size", "kind", "step", "epochs", "images", "hours", "pflop", "lr", "loss",
+           "weights", "top1", "top5")  # fmt: skip
 CARD = """---
 library_name: vitlab
 pipeline_tag: image-classification
@@ -53,7 +54,8 @@ pictures).
 
 {stages}
 
-Recipe: `nano-pretrain`. Every line of the log is in `docs/pretraining/`.
+Recipes: `nano-pretrain`, `nano-pretrain-48` and `nano-pretrain-64`, one a stage. Every line of the
+log is in `docs/pretraining/`.
 
 **Limits** It knows 200 things, from one collection of the web with its habits and gaps, at a
 resolution where fine detail is gone. Its probabilities are those of softmax with smoothed labels
@@ -61,32 +63,53 @@ and mixed pictures, and not calibrated. Use it to start from, not to decide abou
 """
 
 
-def log_of(runs: list[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every line of every stage with what was spent until then, and a summary of each stage."""
-    lines: list[dict[str, Any]] = []
-    stages: list[dict[str, Any]] = []
-    images = hours = pflop = epochs = 0.0
-    for run in runs:
-        asked = yaml.safe_load((run / "run.yaml").read_text())["asked"]
-        cost = 6 * macs(vitlab.load(run).model.config) / 1e15
-        text = (run / "metrics.jsonl").read_text().splitlines()
-        spent = seconds = 0.0
-        for line in map(json.loads, text):
-            seen = line["step"] * asked["batch"]
-            if line["kind"] == "train":  # a resumed run counts anew
-                spent += (line["seconds"] - seconds * (line["seconds"] > seconds)) / 3600
-                seconds = line["seconds"]
-            lines.append({
-                "stage": run.name, **{k: line[k] for k in COLUMNS if k in line},
-                "epochs": round(epochs + line["epoch"], 4), "images": int(images + seen),
-                "hours": round(hours + spent, 4), "pflop": round(pflop + cost * seen, 4),
-            })  # fmt: skip
-        last = [line for line in lines if line["stage"] == run.name and line["kind"] == "eval"][-1]
-        size = asked["size"][0]
-        stages.append({"size": size, "epochs": last["epochs"] - epochs, "hours": spent,
-                       "top1": last["top1"]})  # fmt: skip
-        images, hours, pflop, epochs = (last[k] for k in ("images", "hours", "pflop", "epochs"))
-    return lines, stages
+def read(log: Path) -> list[dict[str, Any]]:
+    """The lines of a log as they were written."""
+    if not log.exists():
+        return []
+    with log.open(newline="") as file:
+        return [
+            {k: v if k in WORDS else json.loads(v) for k, v in line.items() if v}
+            for line in csv.DictReader(file)
+        ]
+
+
+def log_of(run: Path, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every line of the stage, with what it and the stages before had spent until then."""
+    asked = yaml.safe_load((run / "run.yaml").read_text())["asked"]
+    cost = 6 * macs(vitlab.load(run).model.config) / 1e15
+    past = before[-1] if before else dict.fromkeys(("images", "hours", "pflop", "epochs"), 0)
+    lines = []
+    spent = seconds = 0.0
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        seen = line["step"] * asked["batch"]
+        if line["kind"] == "train":  # a resumed run counts anew
+            spent += (line["seconds"] - seconds * (line["seconds"] > seconds)) / 3600
+            seconds = line["seconds"]
+        lines.append({
+            "stage": run.name, "size": asked["size"][0],
+            **{k: line[k] for k in COLUMNS if k in line},
+            "epochs": round(past["epochs"] + line["epoch"], 4),
+            "images": past["images"] + seen,
+            "hours": round(past["hours"] + spent, 4),
+            "pflop": round(past["pflop"] + cost * seen, 4),
+        })  # fmt: skip
+    return lines
+
+
+def told(lines: list[dict[str, Any]]) -> str:
+    """A line of the card for each stage."""
+    text = []
+    hours = epochs = 0.0
+    for stage in dict.fromkeys(line["stage"] for line in lines):
+        last = [x for x in lines if x["stage"] == stage and x["kind"] == "eval"][-1]
+        now = last["hours"], last["epochs"]
+        text.append(
+            f"- {last['size']} x {last['size']}: {now[1] - epochs:.0f} epochs,"
+            f" {now[0] - hours:.1f} hours, then {last['top1']:.2%}"
+        )
+        hours, epochs = now
+    return "\n".join(text)
 
 
 def draw(lines: list[dict[str, Any]], file: Path) -> None:
@@ -120,13 +143,15 @@ def main() -> None:
     """Write the bundle, and the log beside the docs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("spec")
-    parser.add_argument("stages", nargs="+", type=Path)
+    parser.add_argument("stage", type=Path)
     parser.add_argument("--name", required=True)
     parser.add_argument("--assets", type=Path, default=ROOT / "vitlab" / "assets")
     parser.add_argument("--log", type=Path, default=ROOT / "docs" / "pretraining")
     a = parser.parse_args()
-    lines, stages = log_of(a.stages)
-    last = vitlab.load(a.stages[-1])
+    log = a.log / f"{a.name}.csv"
+    lines = [line for line in read(log) if line["stage"] != a.stage.name]
+    lines += log_of(a.stage, lines)
+    last = vitlab.load(a.stage)
     for tensor in last.model.state_dict().values():
         tensor.copy_(tensor.half())
     metrics = vitlab.evaluate(last, a.spec, split="val").summary()
@@ -140,17 +165,12 @@ def main() -> None:
     folder = a.assets / a.name
     vitlab.save(replace(last, classes=words, card=card, model=last.model.half()), folder)
     low, high = metrics["top1_interval"]
-    told = "\n".join(
-        f"- {s['size']} x {s['size']}: {s['epochs']:.0f} epochs, {s['hours']:.1f} hours, then"
-        f" {s['top1']:.2%}" for s in stages
-    )  # fmt: skip
-    config = last.model.config
     (folder / "README.md").write_text(CARD.format(
-        name=a.name, size=config.image[0], parameters=parameters(config), low=low, high=high,
-        stages=told, **lines[-1] | metrics,
+        name=a.name, parameters=parameters(last.model.config), low=low, high=high,
+        stages=told(lines), **lines[-1] | metrics,
     ))  # fmt: skip
     a.log.mkdir(parents=True, exist_ok=True)
-    with open(a.log / f"{a.name}.csv", "w", newline="") as out:
+    with log.open("w", newline="") as out:
         writer = csv.DictWriter(out, COLUMNS)
         writer.writeheader()
         writer.writerows(lines)

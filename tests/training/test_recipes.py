@@ -100,11 +100,13 @@ def test_better_plain_vit(epochs: int) -> None:
 
 
 def test_the_small_model_that_ships() -> None:
-    c = recipes.configure("nano-pretrain")
-    shape = zoo.configure(c.model or "", image=c.size and c.size[0])
+    first, *later = (recipes.configure(f"nano-pretrain{stage}") for stage in ("", "-48", "-64"))
+    shape = zoo.configure(first.model or "", image=first.size and first.size[0])
     assert isinstance(shape, ViTConfig)
     assert (shape.patch, shape.pool, shape.class_token) == ((8, 8), "mean", False)
     assert 2 * cost.parameters(zoo.MODELS["vit-nano8"]) < 8e6, "bytes in half precision"
+    assert [(c.size, c.model) for c in later] == [((48,), None), ((64,), None)]
+    assert zoo.MODELS["vit-nano8"].image == (64, 64), "where the stages end"
 
 
 def test_every_recipe_says_how_where_how_long_and_what_to_expect() -> None:
