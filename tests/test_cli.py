@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import toys
+import yaml
 from PIL import Image
 
 import vitlab
@@ -567,9 +568,14 @@ def test_models_lists_names(call: Call) -> None:
     assert "vit-h14" in call.out
 
 
-def test_demo(call: Call, tmp_path: Path) -> None:
-    assert call("demo", "--out", tmp_path / "demo", "--epochs", "0.05") == 0
+@pytest.mark.parametrize("scratch", [(), ("--scratch",)], ids=["tuned", "scratch"])
+def test_demo(call: Call, tmp_path: Path, scratch: tuple[str, ...]) -> None:
+    out = tmp_path / "demo"
+    assert call("demo", *scratch, "--out", out, "--epochs", "0.05") == 0
     assert "accuracy" in call.out
-    assert f"report: {tmp_path / 'demo'}/report.html" in call.out
-    assert (tmp_path / "demo" / "report.html").exists()
-    assert np.isfinite(vitlab.load(tmp_path / "demo").card.metrics["loss"])
+    assert f"report: {out}/report.html" in call.out
+    assert (out / "report.html").exists()
+    assert np.isfinite(vitlab.load(out).card.metrics["loss"])
+    asked = yaml.safe_load((out / "run.yaml").read_text())["asked"]
+    assert asked["from"] == (None if scratch else "vit-nano8")
+    assert ("from random weights" in call.out) != bool(scratch)
