@@ -40,9 +40,9 @@ def test_every_kind_of_fault_is_found() -> None:
 import os, fuzz
 assert {fuzz.show("decoder", i) for i in range(40)} == {"accepted", "refused"}
 assert [fuzz.show("tables", i) for i in range(9)] == [fuzz.show("tables", i) for i in range(9)]
-fuzz.BLOCK, fuzz.HANG, fuzz.HOARD = 4, 0.3, 64
+fuzz.BLOCK, fuzz.HANG, fuzz.HOARD = 4, 1.0, 64
 calls = {
-    "crashes": os.abort, "raises": lambda: [][0], "hoards": lambda: bytearray(200 << 20),
+    "crashes": os.abort, "raises": lambda: [][0], "hoards": lambda: bytearray(100 << 20),
     "talks": lambda: fuzz.refused(ValueError("a\\nb")),
 }
 def make(call):
