@@ -3,14 +3,15 @@
     python bench/release.py tiny-imagenet-64.zip runs/nano-48 --name vit-nano8
 
 The weights are rounded to half precision, and what is then left of them is scored on the `val`
-part: that is the figure of the card. The log keeps the stages before this one, which is added, or
-takes its own place where it was there already. Needs `pip install 'vitlab[bench]'`.
+part: that is the figure of the card. The log keeps the stages before this one; this one, where it
+was there already, is written anew. Needs `pip install 'vitlab[bench]'`.
 """
 
 import argparse
 import csv
 import json
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=ROOT / "docs" / "pretraining")
     a = parser.parse_args()
     log = a.log / f"{a.name}.csv"
-    lines = [line for line in read(log) if line["stage"] != a.stage.name]
+    lines = list(takewhile(lambda line: line["stage"] != a.stage.name, read(log)))
     lines += log_of(a.stage, lines)
     last = vitlab.load(a.stage)
     for tensor in last.model.state_dict().values():
