@@ -66,9 +66,13 @@ STARTS = {
     "tuned-random": "fine-tuned, positions random",
 }
 GRID: dict[str, dict[str, tuple[Any, ...]]] = {  # one option after the other is chosen
-    "scratch": {"lr": (1e-3, 5e-4, 2e-3), "augment": ("light", "strong"), "layer_decay": (1.0,)},
-    "tuned": {"lr": (5e-4, 2e-4, 1e-3), "augment": ("light", "strong"), "layer_decay": (0.75, 1.0)},
-}
+    "scratch": {
+        "lr": (1e-3, 5e-4, 2e-3, 2.5e-4), "augment": ("light", "strong"), "layer_decay": (1.0,),
+    },
+    "tuned": {
+        "lr": (5e-4, 2e-4, 1e-3, 2e-3), "augment": ("light", "strong"), "layer_decay": (0.75, 1.0),
+    },
+}  # fmt: skip
 AUGMENT: dict[str, dict[str, Any]] = {  # beside crops of 35 % to all of the area, mirrored
     "light": {"drop_path": 0.0},
     "strong": {"drop_path": 0.1, "randaugment": (2, 9), "mixup": 0.2, "cutmix": 1.0},
