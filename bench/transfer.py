@@ -54,11 +54,12 @@ CASES = {  # in the order of work: what tells most comes first
     "cifar10": Case("CIFAR-10", 64),
     "sample": Case("sample", 56),
     "imagenette-128": Case("Imagenette", 128, options_of="imagenette-64"),
-    "resolution-64": Case("Imagenette", 64, ("tuned",), "imagenette-64", "epochs"),
+    "resolution-64": Case("Imagenette", 64, ("scratch", "tuned"), "imagenette-64", "epochs"),
     "resolution-128": Case(
-        "Imagenette", 128, ("tuned", "tuned-google", "tuned-random"), "imagenette-64", "epochs"
+        "Imagenette", 128, ("scratch", "tuned", "tuned-google", "tuned-random"),
+        "imagenette-64", "epochs",
     ),
-}
+}  # fmt: skip
 STARTS = {
     "scratch": "from scratch",
     "tuned": "fine-tuned",
