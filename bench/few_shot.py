@@ -79,7 +79,7 @@ def show(out: Path, rows: Sequence[Row]) -> None:
             table.append((title, words, *cells, f"{n:,}"))
     title = "Accuracy in percent by pictures a class, with 95 % intervals of the seeds"
     text = "".join(f"| {' | '.join(row)} |\n" for row in table)
-    write_text(out / "few_shot.md", f"![{title}](transfer/few_shot.svg)\n\n{text}")
+    write_text(out / "few_shot.md", text)
     below = "pictures a class"
     write_text(out / "few_shot.svg", drawing.curves(title, STARTS, panels, below))
 

@@ -6,7 +6,7 @@ FOLDER holds imagenette-128.zip and cifar10-12k.zip. The options of each (case, 
 a tenth held out of the training part, in shorter runs of one seed; then each seed learns from all
 of it, and the test part is scored once. A finished run is a row of results.csv at once: stop at
 any time, the same command goes on where it was. `--table` only writes table.md and transfer.svg
-anew, from the results.csv in `--out`; in docs/transfer/ they are part of docs/transfer.md.
+anew, from the results.csv in `--out`; docs/transfer.md shows both.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def write(out: Path, rows: Sequence[Row]) -> None:
     if groups:
         title = "Accuracy on test pictures, with 95 % intervals"
         lines = "".join(f"| {' | '.join(row)} |\n" for row in table)
-        write_text(out / "table.md", f"![{title}](transfer/transfer.svg)\n\n{lines}")
+        write_text(out / "table.md", lines)
         write_text(out / "transfer.svg", drawing.dots(title, STARTS, groups))
 
 

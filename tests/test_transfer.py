@@ -214,12 +214,19 @@ def test_what_cannot_be_is_one_line(
     assert says in last
 
 
-def test_committed_table_says_what_the_committed_results_say(
-    transfer: ModuleType, tmp_path: Path
+def test_page_shows_what_the_committed_results_say(
+    transfer: ModuleType, few_shot: ModuleType, tmp_path: Path
 ) -> None:
     folder = ROOT / "docs" / "transfer"
-    if not (folder / "results.csv").exists():
-        pytest.skip("not measured yet: bench/transfer.py writes docs/transfer/results.csv")
     transfer.write(tmp_path, transfer.kept(folder))
-    for name in ("table.md", "transfer.svg"):
+    kinds = (str, str, int, int, float, int)  # few_shot.Row
+    rows = [
+        tuple(kind(value) for kind, value in zip(kinds, row.values(), strict=True))
+        for row in rows_of(folder / "few_shot.csv")
+    ]
+    few_shot.show(tmp_path, rows)
+    page = (ROOT / "docs" / "transfer.md").read_text()
+    for name in ("table.md", "few_shot.md"):
+        assert (tmp_path / name).read_text() in page
+    for name in ("transfer.svg", "few_shot.svg", "results.csv", "few_shot.csv"):
         assert (tmp_path / name).read_text() == (folder / name).read_text()
