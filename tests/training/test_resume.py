@@ -1,5 +1,6 @@
 """Runs that are killed, stopped or lose a file, and end with the same bits as if nothing was."""
 
+import json
 import os
 import random
 import shutil
@@ -15,7 +16,7 @@ import pytest
 import toys
 
 import vitlab
-from vitlab.training import loop
+from vitlab.training import loop, progress
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 DEATHS = [
@@ -217,6 +218,18 @@ def test_a_signal_is_obeyed_between_two_steps(
     assert list((tmp_path / "run" / "checkpoints").glob("*.safetensors"))
     crash.train(tmp_path / "run")
     toys.same_run(whole, tmp_path / "run")
+
+
+def test_a_resumed_run_counts_its_seconds_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = property(lambda self: 10.0 * (self.done - self.first))  # ten seconds a step
+    monkeypatch.setattr(progress.Progress, "elapsed", slow)
+    fail_at(6, tmp_path / "run", monkeypatch)
+    crash.train(tmp_path / "run")
+    history = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    trained = [line for line in history if line["kind"] == "train"]
+    assert [line["seconds"] for line in trained] == [10.0 * line["step"] for line in trained]
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from vitlab.training import checkpoint, parallel, safety, tasks, tracking
 from vitlab.training.config import TrainConfig, seconds
 from vitlab.training.optim import Average, clip_gradients, hold_back, learning_rate, set_rate
 from vitlab.training.parallel import Ranks
-from vitlab.training.progress import Progress
+from vitlab.training.progress import Progress, told_seconds
 from vitlab.training.safety import out_of_memory
 
 log = logging.getLogger("vitlab")
@@ -115,7 +115,9 @@ def run(job: Job, out: Path, unreadable: dict[str, str]) -> tuple[Scores | None,
     scores = None
     with (
         _signals() as received,
-        Progress(job.plan.steps, state.step, job.config.batch, job.ranks.first) as progress,
+        Progress(
+            job.plan.steps, state.step, job.config.batch, job.ranks.first, told_seconds(out)
+        ) as progress,
     ):
         job.model.train()
         try:
@@ -294,7 +296,7 @@ def _log_train(job: Job, state: State, out: Path, norm: float, progress: Progres
         "kind": "train", "step": state.step, "epoch": _epoch(job, state),
         "loss": state.loss_sum / state.loss_steps, "lr": rate,
         "grad_norm": norm if math.isfinite(norm) else None,  # of a step that was skipped
-        "images_per_second": round(progress.rate, 1), "seconds": round(progress.elapsed, 1),
+        "images_per_second": round(progress.rate, 1), "seconds": round(progress.seconds, 1),
         "waiting": round(progress.waiting_share, 3),
     })  # fmt: skip
     state.loss_sum, state.loss_steps = 0.0, 0

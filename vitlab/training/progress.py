@@ -1,10 +1,12 @@
 """How far a run is: a bar on a terminal, a line every half minute elsewhere."""
 
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -15,11 +17,22 @@ log = logging.getLogger("vitlab")
 EVERY = 30.0  # seconds between lines where there is no terminal
 
 
+def told_seconds(run: Path) -> float:
+    """How long the run has trained, as the last line of its metrics.jsonl tells; 0 before any."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    trained = [line for line in map(json.loads, lines) if line["kind"] == "train"]
+    return float(trained[-1]["seconds"]) if trained else 0.0
+
+
 class Progress:
     """Counts steps; `rate` is in pictures a second of training, evaluation apart."""
 
-    def __init__(self, total: int, done: int, batch: int, shown: bool = True) -> None:
+    def __init__(
+        self, total: int, done: int, batch: int, shown: bool = True, earlier: float = 0.0
+    ) -> None:
         self.total, self.done, self.batch = total, done, batch
+        self.earlier = earlier  # seconds of the run before it was resumed
         self.first = done
         self.began = self.spoken = time.monotonic()
         self.paused = 0.0  # seconds in evaluation
@@ -46,6 +59,11 @@ class Progress:
     def elapsed(self) -> float:
         """Seconds since the start or the resuming of the run."""
         return time.monotonic() - self.began
+
+    @property
+    def seconds(self) -> float:
+        """Of the run, without what lies between a stop and its resuming."""
+        return self.earlier + self.elapsed
 
     @property
     def rate(self) -> float:
