@@ -226,18 +226,18 @@ def write(out: Path, rows: Sequence[Row]) -> None:
             if (row["case"], row["start"]) == pair and row["part"] == "test":
                 tests.setdefault((*pair, row["length"], row["weights"]), []).append(row)
     head = ("pictures", "start", "each run", "accuracy", "95 % interval", "seeds", "test pictures",
-            "images seen", "epochs", "images/s", "chosen")  # fmt: skip
+            "images seen", "epochs", "chosen")  # fmt: skip
     table = [head, ("---",) * len(head)]
     groups: dict[tuple[str, str], list[tuple[str, drawing.Point]]] = {}
     for (name, start, length, _), seeds in tests.items():
         first, title = seeds[0], f"{CASES[name].pictures}, {CASES[name].size} px"
-        numbers = [[float(row[field]) for row in seeds] for field in FOUND]
+        numbers = [[float(row[field]) for row in seeds] for field in FOUND[:6]]
         share, low, high = point(numbers[0], (numbers[0][0], numbers[1][0], numbers[2][0]))
-        n, images, epochs, speed = map(statistics.fmean, numbers[3:])
+        n, images, epochs = map(statistics.fmean, numbers[3:])
         decay = f", layer decay {first['layer_decay']}" if start != "scratch" else ""
         table.append((
             title, STARTS[start], length, f"{share:.2%}", f"{low:.2%} to {high:.2%}",
-            f"{len(seeds)}", f"{n:,.0f}", f"{images:,.0f}", f"{epochs:.1f}", f"{speed:,.0f}",
+            f"{len(seeds)}", f"{n:,.0f}", f"{images:,.0f}", f"{epochs:.1f}",
             f"lr {first['lr']}, {first['augment']}{decay}",
         ))  # fmt: skip
         groups.setdefault((title, f"{length} each"), []).append((start, (share, low, high)))
