@@ -72,6 +72,17 @@ def test_a_bar_on_a_terminal(photos: Path, tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
+def test_only_the_first_process_reads_what_was_told(tmp_path: Path) -> None:
+    history = tmp_path / "metrics.jsonl"
+    history.write_text('{"kind": "train", "seconds": 60.0}\n{"kind": "eval", "seconds": 2.0}\n')
+    with progress.Progress(20, 10, 8, run=tmp_path) as p:
+        assert 60 <= p.seconds < 120
+        assert p.elapsed < 60
+    history.write_text('{"kind": "tra')  # a process was killed, the first has yet to cut this
+    with progress.Progress(20, 10, 8, shown=False, run=tmp_path) as p:
+        assert p.seconds < 60
+
+
 def test_a_clock_that_jumps_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

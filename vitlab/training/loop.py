@@ -29,7 +29,7 @@ from vitlab.training import checkpoint, parallel, safety, tasks, tracking
 from vitlab.training.config import TrainConfig, seconds
 from vitlab.training.optim import Average, clip_gradients, hold_back, learning_rate, set_rate
 from vitlab.training.parallel import Ranks
-from vitlab.training.progress import Progress, told_seconds
+from vitlab.training.progress import Progress
 from vitlab.training.safety import out_of_memory
 
 log = logging.getLogger("vitlab")
@@ -115,9 +115,7 @@ def run(job: Job, out: Path, unreadable: dict[str, str]) -> tuple[Scores | None,
     scores = None
     with (
         _signals() as received,
-        Progress(
-            job.plan.steps, state.step, job.config.batch, job.ranks.first, told_seconds(out)
-        ) as progress,
+        Progress(job.plan.steps, state.step, job.config.batch, job.ranks.first, out) as progress,
     ):
         job.model.train()
         try:

@@ -29,10 +29,12 @@ class Progress:
     """Counts steps; `rate` is in pictures a second of training, evaluation apart."""
 
     def __init__(
-        self, total: int, done: int, batch: int, shown: bool = True, earlier: float = 0.0
+        self, total: int, done: int, batch: int, shown: bool = True, run: Path | None = None
     ) -> None:
         self.total, self.done, self.batch = total, done, batch
-        self.earlier = earlier  # seconds of the run before it was resumed
+        # Seconds of the run before it was resumed. Only the process that tells reads them: it has
+        # cut the lines to those that are kept, the others could meet one that is half written.
+        self.earlier = told_seconds(run) if run and shown else 0.0
         self.first = done
         self.began = self.spoken = time.monotonic()
         self.paused = 0.0  # seconds in evaluation
